@@ -1,0 +1,9 @@
+//! The commands, a file each. They join the rooms; none of them prints.
+
+pub mod compare;
+pub mod devices;
+pub mod plan;
+pub mod report;
+pub mod run;
+pub mod status;
+pub mod trial;

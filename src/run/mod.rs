@@ -1,0 +1,1 @@
+//! The only room with threads, clocks and processes: dispatcher, executor, devices, signals, search, launchers.

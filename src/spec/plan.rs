@@ -1,0 +1,99 @@
+//! What a sweep file means once it is read, merged and expanded: rows to fill, and the rules of the run.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::settings::Settings;
+
+/// A sweep file, resolved: every row of its tables and everything the run needs to know. Nothing has been fetched or looked up yet.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SweepPlan {
+    /// Name of the sweep: a folder name.
+    pub name: String,
+    /// What the sweep is for, in the author's words.
+    pub description: Option<String>,
+    /// Trainings per configuration and block size, each with its own seed.
+    pub repeats: u32,
+    /// Label of the row that others are compared with.
+    pub control: Option<String>,
+    /// Rows in file order: `[grid]` first, then the cases.
+    pub rows: Vec<Row>,
+    /// The search for the largest block size; `None` where block sizes are fixed.
+    pub search: Option<BlockSizeSearch>,
+    /// `[checkpoint]`
+    pub checkpoint: CheckpointSettings,
+    /// `[limits]`
+    pub limits: Limits,
+    /// `[telemetry] interval`
+    pub telemetry_interval: Duration,
+    /// `[report]`
+    pub report: ReportSettings,
+    /// Profiles that were applied, in order.
+    pub profiles: Vec<String>,
+    /// What the user should know before anything starts, a sentence each: points excluded, profile applied by itself.
+    pub notices: Vec<String>,
+}
+
+/// One row of the tables.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// The case's label, or one made of the axes' values; unique in the sweep.
+    pub label: String,
+    /// All parameters as the file means them; what Table 2 shows.
+    pub settings: Settings,
+    /// The same with switches that cannot matter set to one canonical value; what trials are identified by and trained with.
+    pub effective: Settings,
+    /// The fixed block size; `None` where the search finds it.
+    pub block_size: Option<usize>,
+    /// Why `effective` differs from `settings`, a sentence each; footnotes of the row.
+    pub collapsed: Vec<String>,
+}
+
+/// `[search.block_size]`
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BlockSizeSearch {
+    /// Ascending, without duplicates.
+    pub candidates: Vec<usize>,
+    /// Applied optimiser steps of a probe.
+    pub probe_steps: u64,
+}
+
+/// `[checkpoint]`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CheckpointSettings {
+    /// Optimiser steps between checkpoints; `None` saves none.
+    pub save_steps: Option<u64>,
+    /// How many checkpoints are kept; `None` keeps all.
+    pub save_total_limit: Option<usize>,
+    /// Whether the trained model is saved at the end.
+    pub save_model: bool,
+}
+
+/// `[limits]`
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Limits {
+    /// Longest time of one attempt.
+    pub trial_timeout: Option<Duration>,
+    /// Longest time before the first step.
+    pub startup_timeout: Duration,
+    /// Longest time without progress after it.
+    pub stall_timeout: Duration,
+    /// Time between TERM and KILL.
+    pub grace_period: Duration,
+    /// Attempts after the first, for infrastructure failures only.
+    pub retries: u32,
+    /// Infrastructure failures in a row that stop the run.
+    pub max_consecutive_infra_failures: u32,
+    /// Trials at a time; `None` is as many as the devices hold.
+    pub jobs: Option<usize>,
+    /// Longest time of the whole run.
+    pub sweep_timeout: Option<Duration>,
+}
+
+/// `[report]`
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ReportSettings {
+    /// Price of one device for one hour, in the user's currency; adds a cost column.
+    pub price_per_device_hour: Option<f64>,
+}

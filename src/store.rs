@@ -1,0 +1,320 @@
+//! The results folder: where everything lies, how it is written so that nothing is lost, and how it is read back.
+//!
+//! Layout: `<results>/<sweep>/<run>/{sweep.toml,run.json,events.jsonl,trials/<id>/...,report/...}`; `<results>/<sweep>/latest` points to the newest run.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+use crate::protocol::{PreparedData, Timestamp};
+use crate::spec::plan::{BlockSizeSearch, Limits, ReportSettings, Row};
+use crate::spec::settings::Settings;
+use crate::trial::{ConfigurationId, Purpose, TrialId};
+
+/// Version of the results folder. Readers refuse a higher one by name.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// `run.json`: what the run set out to do. Written once, before the first trial.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunManifest {
+    /// [`FORMAT_VERSION`] of its writer.
+    pub format_version: u32,
+    /// Version of `sweep` that wrote it.
+    pub sweep_version: String,
+    /// Name of the sweep.
+    pub sweep: String,
+    /// Name of the run folder.
+    pub run: String,
+    /// What the sweep is for.
+    pub description: Option<String>,
+    /// When it began.
+    pub created_at: Timestamp,
+    /// SHA-256 of the sweep file as it was read, hexadecimal.
+    pub sweep_file_sha256: String,
+    /// Profiles applied, in order.
+    pub profiles: Vec<String>,
+    /// `--set` arguments, in order.
+    pub overrides: Vec<String>,
+    /// Where it runs.
+    pub host: Host,
+    /// Label of the row that others are compared with.
+    pub control: Option<String>,
+    /// Trainings per configuration and block size.
+    pub repeats: u32,
+    /// Rows of the tables, in order.
+    pub rows: Vec<ManifestRow>,
+    /// The search, where there is one.
+    pub search: Option<BlockSizeSearch>,
+    /// `[limits]`
+    pub limits: Limits,
+    /// `[report]`
+    pub report: ReportSettings,
+    /// What the user was told before anything started.
+    pub notices: Vec<String>,
+}
+
+/// A row and the configuration that fills it; rows whose differences cannot matter share one.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ManifestRow {
+    /// The row.
+    #[serde(flatten)]
+    pub row: Row,
+    /// Its configuration.
+    pub configuration: ConfigurationId,
+    /// The data it trains on.
+    pub data: PreparedData,
+}
+
+/// The machine of a run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Host {
+    /// Its name.
+    pub name: String,
+    /// Cores this process may use.
+    pub cores: usize,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Names of its GPUs, as NVML lists them.
+    pub gpus: Vec<String>,
+}
+
+/// `trial.json`: what a trial is, beside its attempts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TrialRecord {
+    /// Its id, also the folder's name.
+    pub id: TrialId,
+    /// Label of the first row it serves.
+    pub label: String,
+    /// What it is for.
+    pub purpose: Purpose,
+    /// Its configuration.
+    pub configuration: ConfigurationId,
+    /// Tokens per sequence.
+    pub block_size: usize,
+    /// Which repeat, from 0.
+    pub repeat: u32,
+    /// All resolved parameters.
+    pub settings: Settings,
+}
+
+/// A file of the results folder could not be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The operating system refused.
+    #[error("cannot {action} {}: {error}", path.display())]
+    Io {
+        /// `read`, `write`, `create`, `rename` ...
+        action: &'static str,
+        /// Which file or folder.
+        path: PathBuf,
+        /// What the system said.
+        error: io::Error,
+    },
+    /// The file is not what it should be.
+    #[error("{}: {reason}", path.display())]
+    Malformed {
+        /// Which file.
+        path: PathBuf,
+        /// What is wrong, with its line where there is one.
+        reason: String,
+    },
+    /// A newer `sweep` wrote it.
+    #[error("{} has results format {found}, this sweep reads up to {FORMAT_VERSION}; use sweep {writer} or newer", path.display())]
+    NewerFormat {
+        /// The run folder.
+        path: PathBuf,
+        /// Its format.
+        found: u32,
+        /// Version of `sweep` that wrote it.
+        writer: String,
+    },
+}
+
+/// Names the action and the path of an I/O error.
+pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
+    move |error| StoreError::Io { action, path: path.to_owned(), error }
+}
+
+/// Paths of one run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunFolder(pub PathBuf);
+
+impl RunFolder {
+    /// The sweep file as it was read.
+    pub fn sweep_file(&self) -> PathBuf {
+        self.0.join("sweep.toml")
+    }
+    /// What the run set out to do.
+    pub fn manifest(&self) -> PathBuf {
+        self.0.join("run.json")
+    }
+    /// What happened, a line each.
+    pub fn events(&self) -> PathBuf {
+        self.0.join("events.jsonl")
+    }
+    /// All trials.
+    pub fn trials(&self) -> PathBuf {
+        self.0.join("trials")
+    }
+    /// One trial.
+    pub fn trial(&self, id: &TrialId) -> PathBuf {
+        self.trials().join(&id.0)
+    }
+    /// One attempt of a trial, from 1.
+    pub fn attempt(&self, id: &TrialId, attempt: u32) -> AttemptFolder {
+        AttemptFolder(self.trial(id).join(format!("attempt-{attempt}")))
+    }
+    /// Tables, page and plots.
+    pub fn report(&self) -> PathBuf {
+        self.0.join("report")
+    }
+}
+
+/// Paths of one attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AttemptFolder(pub PathBuf);
+
+impl AttemptFolder {
+    /// What the child is asked.
+    pub fn request(&self) -> PathBuf {
+        self.0.join("request.json")
+    }
+    /// What it says while it runs.
+    pub fn messages(&self) -> PathBuf {
+        self.0.join("messages.jsonl")
+    }
+    /// Its standard output.
+    pub fn stdout(&self) -> PathBuf {
+        self.0.join("stdout.log")
+    }
+    /// Its standard error.
+    pub fn stderr(&self) -> PathBuf {
+        self.0.join("stderr.log")
+    }
+    /// Samples taken while it ran; columns [`TELEMETRY_COLUMNS`].
+    pub fn telemetry(&self) -> PathBuf {
+        self.0.join("telemetry.csv")
+    }
+    /// How it ended.
+    pub fn result(&self) -> PathBuf {
+        self.0.join("result.json")
+    }
+}
+
+/// Header of `telemetry.csv`: one row per source and sample, empty where the source cannot say. `source` is `host` (the child's process tree:
+/// `utilization_percent` in percent of one core, `memory_bytes` resident) or a GPU's UUID.
+pub const TELEMETRY_COLUMNS: [&str; 7] =
+    ["elapsed_s", "source", "utilization_percent", "memory_bytes", "memory_total_bytes", "power_watts", "temperature_celsius"];
+
+/// Reads a JSON file.
+///
+/// # Errors
+/// The file cannot be read, or is not what it should be.
+pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T, StoreError> {
+    let text = fs::read(path).map_err(io_error("read", path))?;
+    serde_json::from_slice(&text).map_err(|error| StoreError::Malformed { path: path.to_owned(), reason: error.to_string() })
+}
+
+/// Writes a JSON file whole or not at all: temporary file, fsync, rename, fsync of the folder.
+///
+/// # Errors
+/// The operating system refused.
+pub fn write_json<T: Serialize>(path: &Path, value: &T) -> Result<(), StoreError> {
+    let mut text = serde_json::to_vec_pretty(value).map_err(|error| StoreError::Malformed { path: path.to_owned(), reason: error.to_string() })?;
+    text.push(b'\n');
+    write_whole(path, &text)
+}
+
+/// Writes a file whole or not at all: temporary file, fsync, rename, fsync of the folder.
+///
+/// # Errors
+/// The operating system refused.
+pub fn write_whole(path: &Path, contents: &[u8]) -> Result<(), StoreError> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let mut file = tempfile::Builder::new().prefix(".partial-").tempfile_in(folder).map_err(io_error("write", path))?;
+    file.write_all(contents).map_err(io_error("write", path))?;
+    file.as_file().sync_all().map_err(io_error("write", path))?;
+    file.persist(path).map_err(|error| io_error("rename", path)(error.error))?;
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(io_error("write", folder))
+}
+
+/// Appends records to a JSON-lines file, one write each, so that a crash tears at most the last.
+#[derive(Debug)]
+pub struct JsonLines {
+    path: PathBuf,
+    file: File,
+}
+
+impl JsonLines {
+    /// Opens `path` for appending. A torn last line of an earlier writer is ended first, so that nothing is glued to it.
+    ///
+    /// # Errors
+    /// The operating system refused.
+    pub fn append_to(path: &Path) -> Result<Self, StoreError> {
+        let torn = match fs::read(path) {
+            Ok(contents) => !contents.is_empty() && !contents.ends_with(b"\n"),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+            Err(error) => return Err(io_error("read", path)(error)),
+        };
+        let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(io_error("write", path))?;
+        if torn {
+            file.write_all(b"\n").map_err(io_error("write", path))?;
+        }
+        Ok(Self { path: path.to_owned(), file })
+    }
+
+    /// Appends one record.
+    ///
+    /// # Errors
+    /// The operating system refused.
+    pub fn push<T: Serialize>(&mut self, record: &T) -> Result<(), StoreError> {
+        let mut line = serde_json::to_vec(record).map_err(|error| StoreError::Malformed { path: self.path.clone(), reason: error.to_string() })?;
+        line.push(b'\n');
+        self.file.write_all(&line).map_err(io_error("write", &self.path))
+    }
+
+    /// Waits until everything appended so far is on disk.
+    ///
+    /// # Errors
+    /// The operating system refused.
+    pub fn sync(&mut self) -> Result<(), StoreError> {
+        self.file.sync_data().map_err(io_error("write", &self.path))
+    }
+}
+
+/// Records of a JSON-lines file, and the lines that could not be read.
+#[derive(Debug)]
+pub struct JsonLinesContents<T> {
+    /// Records in order.
+    pub records: Vec<T>,
+    /// Line number (from 1) and reason of each unreadable line. A torn last line without its newline is not counted: its writer was cut off.
+    pub unreadable: Vec<(usize, String)>,
+}
+
+/// Reads a JSON-lines file; a missing file has no records.
+///
+/// # Errors
+/// The file exists and cannot be read.
+pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<JsonLinesContents<T>, StoreError> {
+    let contents = match fs::read(path) {
+        Ok(contents) => contents,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+        Err(error) => return Err(io_error("read", path)(error)),
+    };
+    let mut found = JsonLinesContents { records: Vec::new(), unreadable: Vec::new() };
+    for (index, line) in contents.split_inclusive(|byte| *byte == b'\n').enumerate() {
+        let whole = line.ends_with(b"\n");
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        match serde_json::from_slice(line) {
+            Ok(record) => found.records.push(record),
+            Err(_) if !whole => {}
+            Err(error) => found.unreadable.push((index + 1, error.to_string())),
+        }
+    }
+    Ok(found)
+}

@@ -1,0 +1,1 @@
+//! Samplers of devices and host behind one trait. No threads of its own.

@@ -1,0 +1,1 @@
+//! Everything that names Burn. Run by `sweep trial` in the child.

@@ -1,0 +1,231 @@
+//! Trials and how they end: plain data that crosses rooms, and the one pure function that classifies an ending.
+
+use std::fmt;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::protocol::{OutOfMemory, TrialEnding, TrialResult};
+
+/// Identifies a trial: a hash of its canonical resolved parameters and of the contents of model and data. The same on every machine, safe as a
+/// folder name on any file system.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(transparent)]
+pub struct TrialId(pub String);
+
+impl fmt::Display for TrialId {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+/// Identifies a configuration: the same hash without block size, purpose and repeat.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(transparent)]
+pub struct ConfigurationId(pub String);
+
+impl fmt::Display for ConfigurationId {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(&self.0)
+    }
+}
+
+/// What a trial is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Purpose {
+    /// Does this block size fit: a few applied optimiser steps and one full-size evaluation batch.
+    Probe,
+    /// The training whose numbers the tables show.
+    Train,
+}
+
+/// Every way an attempt can end.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "outcome", rename_all = "snake_case")]
+pub enum TrialOutcome {
+    /// Ran to its end and left a complete result.
+    Done,
+    /// A rank needed more device memory than its budget or its device has. A result of a probe, not a failure.
+    OutOfDeviceMemory {
+        /// What the child said, where it could.
+        details: Option<OutOfMemory>,
+    },
+    /// The kernel's out-of-memory killer ended it.
+    OutOfHostMemory,
+    /// No progress for `stall_timeout` (or `startup_timeout` before the first step).
+    Stalled {
+        /// Seconds without progress.
+        seconds: f64,
+        /// The last phase the child named.
+        phase: Option<String>,
+    },
+    /// Took longer than `trial_timeout`.
+    TimedOut {
+        /// Seconds it ran.
+        seconds: f64,
+    },
+    /// The loss became NaN or infinite.
+    Diverged {
+        /// What the child said.
+        reason: String,
+    },
+    /// The child refused its request.
+    BadConfiguration {
+        /// What the child said.
+        reason: String,
+    },
+    /// Training failed for a reason the child could name.
+    Failed {
+        /// What the child said.
+        reason: String,
+    },
+    /// Ended by a signal, or by an exit code outside the contract.
+    Crashed {
+        /// Exit code, where there is one.
+        code: Option<i32>,
+        /// Signal number, where there is one.
+        signal: Option<i32>,
+    },
+    /// Ended because the user asked.
+    KilledByUser,
+    /// Checkpointed and asked to be run again.
+    Preempted,
+    /// The machine failed: the child could not be started, its folder could not be written.
+    Infrastructure {
+        /// What went wrong.
+        reason: String,
+    },
+    /// Exit code 0 without a result that can be read, or a result that contradicts the exit code.
+    ProtocolBroken {
+        /// What was wrong.
+        reason: String,
+    },
+}
+
+impl TrialOutcome {
+    /// Whether the attempt needs no other: it is done, or out of memory, which a search asks about.
+    pub fn is_result(&self) -> bool {
+        matches!(self, Self::Done | Self::OutOfDeviceMemory { .. })
+    }
+
+    /// Whether trying again may help without any change.
+    pub fn is_infrastructure(&self) -> bool {
+        matches!(self, Self::Infrastructure { .. })
+    }
+}
+
+/// Everything that is known when an attempt has ended; the input of [`classify`].
+#[derive(Clone, Debug, Default)]
+pub struct AttemptEnding {
+    /// Why the child could not be started, if so.
+    pub spawn_error: Option<String>,
+    /// Exit code, if it exited.
+    pub exit_code: Option<i32>,
+    /// Signal, if one ended it.
+    pub signal: Option<i32>,
+    /// `result.json`, if there is one: parsed, or why it cannot be read.
+    pub result: Option<Result<TrialResult, String>>,
+    /// The `oom` message, if one was written.
+    pub out_of_memory: Option<OutOfMemory>,
+    /// Last phase the child named.
+    pub last_phase: Option<String>,
+    /// Last lines of stderr, decoded lossily.
+    pub stderr_tail: String,
+    /// Whether the kernel's out-of-memory killer struck while it ran.
+    pub kernel_oom_kill: bool,
+    /// Why we ended it, if we did.
+    pub ended_by: Option<EndedBy>,
+    /// Seconds the attempt ran.
+    pub seconds: f64,
+}
+
+/// Why `sweep` itself ended an attempt.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum EndedBy {
+    /// Ctrl-C or TERM.
+    User,
+    /// `trial_timeout`.
+    TimeLimit,
+    /// `stall_timeout` or `startup_timeout`; seconds without progress.
+    Stall {
+        /// Seconds without progress.
+        seconds: f64,
+    },
+}
+
+/// Exit codes of the child, as the protocol fixes them.
+pub mod child_exit {
+    /// Done.
+    pub const DONE: i32 = 0;
+    /// Bad request.
+    pub const BAD_REQUEST: i32 = 2;
+    /// Training failed.
+    pub const FAILED: i32 = 3;
+    /// Out of device memory.
+    pub const OUT_OF_DEVICE_MEMORY: i32 = 4;
+    /// Checkpointed, run me again.
+    pub const CHECKPOINTED: i32 = 75;
+}
+
+/// Texts by which runners other than ours say that device memory ran out.
+const FOREIGN_OUT_OF_MEMORY: [&str; 5] = [
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "NCCL error: out of memory",
+    "DefaultCPUAllocator: can't allocate memory",
+];
+
+/// Decides how an attempt ended. Pure: everything it may look at is in `ending`.
+pub fn classify(ending: &AttemptEnding) -> TrialOutcome {
+    if let Some(reason) = &ending.spawn_error {
+        return TrialOutcome::Infrastructure { reason: reason.clone() };
+    }
+    // A complete result counts even when the request to end crossed it on its way.
+    if ending.exit_code == Some(child_exit::DONE)
+        && let Some(Ok(TrialResult { ending: TrialEnding::Done, .. })) = &ending.result
+    {
+        return TrialOutcome::Done;
+    }
+    if ending.exit_code == Some(child_exit::CHECKPOINTED) {
+        return TrialOutcome::Preempted;
+    }
+    match ending.ended_by {
+        Some(EndedBy::User) => return TrialOutcome::KilledByUser,
+        Some(EndedBy::TimeLimit) => return TrialOutcome::TimedOut { seconds: ending.seconds },
+        Some(EndedBy::Stall { seconds }) => return TrialOutcome::Stalled { seconds, phase: ending.last_phase.clone() },
+        None => {}
+    }
+    let said = || match &ending.result {
+        Some(Ok(TrialResult { ending: TrialEnding::Failed { reason } | TrialEnding::Diverged { reason }, .. })) => reason.clone(),
+        _ => last_line(&ending.stderr_tail),
+    };
+    match (ending.exit_code, ending.signal) {
+        (Some(child_exit::DONE), _) => TrialOutcome::ProtocolBroken {
+            reason: match &ending.result {
+                None => "exit code 0 without a result.json".to_owned(),
+                Some(Err(error)) => format!("exit code 0, but its result.json cannot be read: {error}"),
+                Some(Ok(_)) => "exit code 0, but its result.json says that it did not end well".to_owned(),
+            },
+        },
+        (Some(child_exit::OUT_OF_DEVICE_MEMORY), _) => TrialOutcome::OutOfDeviceMemory { details: ending.out_of_memory.clone() },
+        (Some(child_exit::BAD_REQUEST), _) => TrialOutcome::BadConfiguration { reason: said() },
+        (Some(child_exit::FAILED), _) => match &ending.result {
+            Some(Ok(TrialResult { ending: TrialEnding::Diverged { reason }, .. })) => TrialOutcome::Diverged { reason: reason.clone() },
+            _ => TrialOutcome::Failed { reason: said() },
+        },
+        (_, Some(9)) if ending.kernel_oom_kill => TrialOutcome::OutOfHostMemory,
+        (code, signal) => {
+            if FOREIGN_OUT_OF_MEMORY.iter().any(|text| ending.stderr_tail.contains(text)) {
+                TrialOutcome::OutOfDeviceMemory { details: None }
+            } else {
+                TrialOutcome::Crashed { code, signal }
+            }
+        }
+    }
+}
+
+fn last_line(text: &str) -> String {
+    text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("it gave no reason").trim().to_owned()
+}

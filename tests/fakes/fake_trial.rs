@@ -1,0 +1,3 @@
+//! The fake trial program of the process tests: behaves as its parameters say.
+
+fn main() {}
