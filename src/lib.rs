@@ -9,6 +9,7 @@ pub mod commands;
 pub mod data;
 pub mod error;
 pub mod event;
+pub mod format;
 pub mod protocol;
 pub mod report;
 pub mod run;
