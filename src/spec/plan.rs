@@ -18,7 +18,7 @@ pub struct SweepPlan {
     /// Label of the row that others are compared with.
     pub control: Option<String>,
     /// Rows in file order: `[grid]` first, then the cases.
-    pub rows: Vec<Row>,
+    pub rows: Rows,
     /// The search for the largest block size; `None` where block sizes are fixed.
     pub search: Option<BlockSizeSearch>,
     /// `[checkpoint]`
@@ -33,6 +33,47 @@ pub struct SweepPlan {
     pub profiles: Vec<String>,
     /// What the user should know before anything starts, a sentence each: points excluded, profile applied by itself.
     pub notices: Vec<String>,
+}
+
+/// The rows of a plan, in order. A grid of a million points is held as its axes, so each row is built when it is asked for; `Rows::from(vec)` holds a
+/// list as it stands.
+#[derive(Clone, Debug)]
+pub struct Rows {
+    listed: Vec<Row>,
+}
+
+impl Rows {
+    /// How many rows there are.
+    pub fn len(&self) -> usize {
+        self.listed.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Builds the row at `index`, from 0.
+    pub fn get(&self, index: usize) -> Option<Row> {
+        self.listed.get(index).cloned()
+    }
+
+    /// Builds the rows one after another.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = Row> + '_ {
+        self.listed.iter().cloned()
+    }
+}
+
+impl From<Vec<Row>> for Rows {
+    fn from(listed: Vec<Row>) -> Self {
+        Self { listed }
+    }
+}
+
+impl PartialEq for Rows {
+    fn eq(&self, other: &Self) -> bool {
+        self.iter().eq(other.iter())
+    }
 }
 
 /// One row of the tables.
