@@ -51,6 +51,9 @@ pub enum EventKind {
         repeat: u32,
         /// Which attempt, from 1.
         attempt: u32,
+        /// Device memory each rank may use; `None` where there is no budget.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        budget_bytes: Option<u64>,
     },
     /// A message of a running trial. Not stored in `events.jsonl`: it stands in the attempt's own `messages.jsonl`.
     TrialProgress {

@@ -5,6 +5,7 @@ use std::fmt;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::format;
 use crate::protocol::{OutOfMemory, TrialEnding, TrialResult};
 
 /// Identifies a trial: a hash of its canonical resolved parameters and of the contents of model and data. The same on every machine, safe as a
@@ -113,6 +114,64 @@ impl TrialOutcome {
     pub fn is_infrastructure(&self) -> bool {
         matches!(self, Self::Infrastructure { .. })
     }
+
+    /// Whether the trial itself is settled by this ending. What the user, the cluster or the machine ended says nothing about the trial: it is run
+    /// again when the run goes on.
+    pub fn settles_the_trial(&self) -> bool {
+        !matches!(self, Self::KilledByUser | Self::Preempted | Self::Infrastructure { .. })
+    }
+}
+
+/// A sentence without its full stop, for the terminal, the log and the tables' footnotes.
+impl fmt::Display for TrialOutcome {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Done => formatter.write_str("done"),
+            Self::OutOfDeviceMemory { details: None } => formatter.write_str("out of device memory"),
+            Self::OutOfDeviceMemory { details: Some(details) } => write!(
+                formatter,
+                "out of device memory: rank {} asked for {} with {} of {} in use ({})",
+                details.rank,
+                format::bytes(details.requested_bytes),
+                format::bytes(details.in_use_bytes),
+                format::bytes(details.budget_bytes),
+                details.phase
+            ),
+            Self::OutOfHostMemory => formatter.write_str("ended by the kernel's out-of-memory killer: the host ran out of memory"),
+            Self::Stalled { seconds, phase: None } => write!(formatter, "stalled: no progress for {seconds:.0} s"),
+            Self::Stalled { seconds, phase: Some(phase) } => write!(formatter, "stalled: no progress for {seconds:.0} s in phase {phase}"),
+            Self::TimedOut { seconds } => write!(formatter, "timed out after {seconds:.0} s"),
+            Self::Diverged { reason } => write!(formatter, "diverged: {reason}"),
+            Self::BadConfiguration { reason } => write!(formatter, "request refused: {reason}"),
+            Self::Failed { reason } => write!(formatter, "failed: {reason}"),
+            Self::Crashed { signal: Some(signal), .. } => write!(formatter, "crashed: ended by {}", signal_name(*signal)),
+            Self::Crashed { code: Some(code), .. } => write!(formatter, "crashed with exit code {code}"),
+            Self::Crashed { .. } => formatter.write_str("crashed"),
+            Self::KilledByUser => formatter.write_str("ended because the run was stopped"),
+            Self::Preempted => formatter.write_str("saved its state to be run again"),
+            Self::Infrastructure { reason } => write!(formatter, "infrastructure: {reason}"),
+            Self::ProtocolBroken { reason } => write!(formatter, "broke the protocol: {reason}"),
+        }
+    }
+}
+
+/// The name of a signal that commonly ends a process, or its number.
+fn signal_name(signal: i32) -> String {
+    let name = match signal {
+        1 => "SIGHUP",
+        2 => "SIGINT",
+        3 => "SIGQUIT",
+        4 => "SIGILL",
+        6 => "SIGABRT",
+        7 => "SIGBUS",
+        8 => "SIGFPE",
+        9 => "SIGKILL",
+        11 => "SIGSEGV",
+        13 => "SIGPIPE",
+        15 => "SIGTERM",
+        other => return format!("signal {other}"),
+    };
+    name.to_owned()
 }
 
 /// Everything that is known when an attempt has ended; the input of [`classify`].

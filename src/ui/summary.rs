@@ -1,0 +1,62 @@
+//! The end of a run in words: what was done, every failed trial once more, table 1 in brief, and where the report lies. Pure.
+
+use std::fmt::Write as _;
+
+use super::progress::Progress;
+use super::{BriefRow, ReportBrief};
+use crate::format;
+
+/// The summary, with a blank line before it.
+pub(super) fn summary(progress: &Progress, report: Option<&ReportBrief>) -> String {
+    let mut text = String::new();
+    if let Some(totals) = progress.ended {
+        let took = progress.last.map_or(0.0, |last| progress.seconds_until(last));
+        let _ = write!(
+            text,
+            "\n{} done, {} failed, {} outstanding, in {}\n",
+            trials(totals.done),
+            totals.failed,
+            totals.outstanding,
+            format::minutes(took)
+        );
+    }
+    if !progress.failed.is_empty() {
+        text.push_str("\nFailed trials:\n");
+        for (trial, failure) in &progress.failed {
+            let _ = writeln!(text, "  {}: {}\n    trials/{trial}/attempt-{}", failure.what, failure.reason, failure.attempt);
+        }
+    }
+    if let Some(report) = report {
+        if !report.rows.is_empty() {
+            let _ = write!(text, "\n{}", table(&report.rows));
+        }
+        let _ = writeln!(text, "\nReport: {}", report.folder.display());
+    }
+    text
+}
+
+fn trials(count: usize) -> String {
+    format!("{count} {}", if count == 1 { "trial" } else { "trials" })
+}
+
+/// Table 1 in brief: labels to the left, numbers to the right.
+fn table(rows: &[BriefRow]) -> String {
+    let mut cells = vec![["Method", "Block size max", "Time per epoch (min)", "Perplexity"].map(str::to_owned)];
+    cells.extend(rows.iter().map(|row| {
+        [
+            row.method.clone(),
+            row.block_size_max.map(|size| size.to_string()).unwrap_or_default(),
+            row.time_per_epoch_seconds.map(format::minutes).unwrap_or_default(),
+            row.perplexity.map(|perplexity| format!("{perplexity:.2}")).unwrap_or_default(),
+        ]
+    }));
+    let width = |column: usize| cells.iter().map(|row| console::measure_text_width(&row[column])).max().unwrap_or(0);
+    let widths = [width(0), width(1), width(2), width(3)];
+    let mut text = String::new();
+    for row in &cells {
+        let method = console::pad_str(&row[0], widths[0], console::Alignment::Left, None);
+        let numbers = [1, 2, 3].map(|column| format!("{:>width$}", row[column], width = widths[column])).join("  ");
+        let _ = writeln!(text, "{method}  {numbers}");
+    }
+    text
+}
