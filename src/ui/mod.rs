@@ -13,6 +13,8 @@ use crate::event::Event;
 mod json;
 mod lines;
 mod progress;
+#[cfg(test)]
+mod script;
 mod summary;
 mod terminal;
 

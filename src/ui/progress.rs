@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
+use super::printable;
 use crate::event::{Event, EventKind, LimitedBy};
 use crate::format;
 use crate::protocol::{Evaluation, Message, MessageKind, Step, Timestamp};
@@ -293,7 +294,8 @@ fn ended(purpose: Purpose, outcome: &TrialOutcome, what: &str, seconds: f64, run
         TrialOutcome::KilledByUser | TrialOutcome::Preempted => vec![line(Tone::Note, "stopped", format!("{what}  ({took}): {outcome}"))],
         _ => {
             let mut lines = vec![line(Tone::Bad, "FAILED", format!("{what}  ({took}): {outcome}"))];
-            lines.extend(stderr_tail.lines().filter(|text| !text.trim().is_empty()).map(|text| line(Tone::Quiet, "", format!("| {text}"))));
+            lines
+                .extend(printable(stderr_tail).lines().filter(|text| !text.trim().is_empty()).map(|text| line(Tone::Quiet, "", format!("| {text}"))));
             lines
         }
     }

@@ -56,7 +56,7 @@ fn table(rows: &[BriefRow]) -> String {
     for row in &cells {
         let method = console::pad_str(&row[0], widths[0], console::Alignment::Left, None);
         let numbers = [1, 2, 3].map(|column| format!("{:>width$}", row[column], width = widths[column])).join("  ");
-        let _ = writeln!(text, "{method}  {numbers}");
+        let _ = writeln!(text, "{}", format!("{method}  {numbers}").trim_end());
     }
     text
 }

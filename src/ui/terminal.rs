@@ -133,3 +133,68 @@ fn running_line(running: &Running, width: usize) -> String {
     let line = format!("{front}{label}  {numbers}");
     console::truncate_str(line.trim_end(), width.max(1), "").into_owned()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::script;
+    use super::running_line;
+    use crate::event::Event;
+    use crate::ui::progress::Progress;
+
+    /// The lines of running trials after the first `events` of the script.
+    fn running(events: &[Event], width: usize) -> Vec<String> {
+        let mut progress = Progress::default();
+        for event in events {
+            progress.apply(event);
+        }
+        progress.running.iter().map(|running| running_line(running, width)).collect()
+    }
+
+    #[test]
+    fn a_running_trial_fits_the_terminal() {
+        let events = script::run();
+        let position = events.iter().position(|event| event.at == script::at(36.5)).expect("in the script");
+        assert_eq!(
+            running(&events[..position], 200),
+            [
+                "  running train  block 64  FSDP + full_shard  step 10/96, loss 5.2500, 12,288 tokens/s, peak 48.00 / 64.00 MiB, 1 skipped, loss scale 32768, perplexity 85.13, evaluate"
+            ]
+        );
+        assert_eq!(running(&events[..3], 60), ["  running probe  block 128  FSDP + full_shard"]);
+        for width in 0..220 {
+            for line in running(&events[..position], width) {
+                assert!(console::measure_text_width(&line) <= width.max(1), "{width}: {line}");
+            }
+        }
+        assert_eq!(
+            running(&events[..position], 128),
+            ["  running train  block 64  FSDP + fu...  step 10/96, loss 5.2500, 12,288 tokens/s, peak 48.00 / 64.00 MiB, 1 skipped, loss scale"]
+        );
+    }
+
+    #[test]
+    fn the_sweep_bar_counts_what_is_settled() {
+        let mut progress = Progress::default();
+        let mut seen = Vec::new();
+        for event in script::run() {
+            progress.apply(&event);
+            seen.push((progress.settled(), progress.counts()));
+        }
+        seen.dedup();
+        let seen: Vec<(usize, &str)> = seen.iter().map(|(settled, counts)| (*settled, counts.as_str())).collect();
+        assert_eq!(
+            seen,
+            [
+                (0, "0 trials done"),
+                (0, "0 trials done, 1 running"),
+                (0, "1 trial done"),
+                (0, "1 trial done, 1 running"),
+                (0, "2 trials done"),
+                (0, "2 trials done, 1 running"),
+                (1, "3 trials done"),
+                (1, "3 trials done, 1 running"),
+                (2, "3 trials done, 1 failed"),
+            ]
+        );
+    }
+}
