@@ -192,7 +192,7 @@ pub struct PreparedData {
     pub train: PathBuf,
     /// Token file of the evaluation split, if there is one.
     pub eval: Option<PathBuf>,
-    /// SHA-256 of both token files, tokenizer and packing, hexadecimal.
+    /// SHA-256 of the token ids of both splits, vocabulary size and packing, hexadecimal: the same on every machine.
     pub fingerprint: String,
     /// Entries of the vocabulary; every token id is below it.
     pub vocab_size: usize,
