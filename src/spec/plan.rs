@@ -1,9 +1,11 @@
 //! What a sweep file means once it is read, merged and expanded: rows to fill, and the rules of the run.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::expand::Expansion;
 use super::settings::Settings;
 
 /// A sweep file, resolved: every row of its tables and everything the run needs to know. Nothing has been fetched or looked up yet.
@@ -38,14 +40,25 @@ pub struct SweepPlan {
 /// The rows of a plan, in order. A grid of a million points is held as its axes, so each row is built when it is asked for; `Rows::from(vec)` holds a
 /// list as it stands.
 #[derive(Clone, Debug)]
-pub struct Rows {
-    listed: Vec<Row>,
+pub struct Rows(Source);
+
+#[derive(Clone, Debug)]
+enum Source {
+    Listed(Arc<[Row]>),
+    Expanded(Arc<Expansion>),
 }
 
 impl Rows {
+    pub(super) fn expanded(expansion: Arc<Expansion>) -> Self {
+        Self(Source::Expanded(expansion))
+    }
+
     /// How many rows there are.
     pub fn len(&self) -> usize {
-        self.listed.len()
+        match &self.0 {
+            Source::Listed(rows) => rows.len(),
+            Source::Expanded(expansion) => expansion.len(),
+        }
     }
 
     /// Whether there is none.
@@ -55,18 +68,33 @@ impl Rows {
 
     /// Builds the row at `index`, from 0.
     pub fn get(&self, index: usize) -> Option<Row> {
-        self.listed.get(index).cloned()
+        match &self.0 {
+            Source::Listed(rows) => rows.get(index).cloned(),
+            Source::Expanded(expansion) => expansion.row(index),
+        }
     }
 
     /// Builds the rows one after another.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = Row> + '_ {
-        self.listed.iter().cloned()
+    pub fn iter(&self) -> Box<dyn Iterator<Item = Row> + '_> {
+        match &self.0 {
+            Source::Listed(rows) => Box::new(rows.iter().cloned()),
+            Source::Expanded(expansion) => Box::new(expansion.rows()),
+        }
     }
 }
 
 impl From<Vec<Row>> for Rows {
     fn from(listed: Vec<Row>) -> Self {
-        Self { listed }
+        Self(Source::Listed(listed.into()))
+    }
+}
+
+impl<'a> IntoIterator for &'a Rows {
+    type Item = Row;
+    type IntoIter = Box<dyn Iterator<Item = Row> + 'a>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter()
     }
 }
 
