@@ -1,0 +1,54 @@
+//! Models, written forward only. A model names its modules and parameters as PyTorch and Hugging Face do and knows nothing of sharding: where its weights
+//! are, and what happens around each module, is the [`Scope`]'s business.
+
+pub mod tree;
+
+use burn::tensor::{Int, Tensor};
+
+pub use tree::{Module, ModuleTree, ParameterInfo};
+
+/// Rows and tokens per row of the hidden states, which are `[rows * block_size, width]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sequences {
+    /// Sequences.
+    pub rows: usize,
+    /// Tokens per sequence.
+    pub block_size: usize,
+}
+
+/// A causal language model.
+pub trait Model: Send + Sync + 'static {
+    /// Its modules and parameters, by PyTorch's class names and Hugging Face's parameter names.
+    fn modules(&self) -> &ModuleTree;
+
+    /// Path of transformer block `index`, such as `transformer.h.0`.
+    fn block_path(&self, index: usize) -> String;
+
+    /// One transformer block: hidden states `[rows * block_size, width]` in and out.
+    fn block(&self, index: usize, hidden: Tensor<2>, sequences: Sequences, scope: &dyn Scope) -> Tensor<2>;
+
+    /// Logits `[rows * block_size, vocabulary]` of token ids `[rows, block_size]`.
+    fn forward(&self, ids: Tensor<2, Int>, scope: &dyn Scope) -> Tensor<2>;
+}
+
+/// What surrounds a model's forward pass.
+pub trait Scope {
+    /// The parameter of this Hugging Face name; a tied name gives its owner.
+    fn parameter(&self, name: &str) -> Parameter;
+
+    /// A module's forward pass begins; as PyTorch's forward pre-hook.
+    fn enter(&self, path: &str);
+
+    /// A module's forward pass ended with `output`, which goes on as what this returns; as PyTorch's forward hook.
+    fn leave(&self, path: &str, output: Tensor<2>) -> Tensor<2>;
+
+    /// Transformer block `index`, recomputed in backward where activations are checkpointed. Calls [`Model::block`].
+    fn block(&self, index: usize, hidden: Tensor<2>, sequences: Sequences) -> Tensor<2>;
+
+    /// Whether dropout acts, and from which seed; each call gives another seed.
+    fn dropout_seed(&self) -> Option<u64>;
+}
+
+/// A handle of one parameter: operations fetch its value when they need it, in forward and again in backward, and hand its gradient back.
+#[derive(Clone, Debug)]
+pub struct Parameter {}
