@@ -60,6 +60,52 @@ impl Buffer {
         self.len() == 0
     }
 
+    /// The same numbers, rounded to `dtype`.
+    pub(super) fn converted(self, dtype: DType) -> Self {
+        match self {
+            Self::F32(values) => Self::from_f32(dtype, &values),
+            half => Self::from_f32(dtype, &half.to_f32()),
+        }
+    }
+
+    /// The numbers as f32.
+    pub fn to_f32(&self) -> Vec<f32> {
+        match self {
+            Self::F32(values) => values.clone(),
+            Self::F16(values) => values.iter().map(|value| value.to_f32()).collect(),
+            Self::Bf16(values) => values.iter().map(|value| value.to_f32()).collect(),
+        }
+    }
+
+    /// The numbers as f32, without a copy if that is what they are and `copy` does not ask for one.
+    pub(super) fn into_f32(self, copy: bool) -> Vec<f32> {
+        match self {
+            Self::F32(values) if !copy => values,
+            other => other.to_f32(),
+        }
+    }
+
+    /// Divides every number and rounds it again.
+    pub(super) fn divide(&mut self, by: f32) {
+        if by == 1.0 {
+            return;
+        }
+        match self {
+            Self::F32(values) => values.iter_mut().for_each(|value| *value /= by),
+            Self::F16(values) => values.iter_mut().for_each(|value| *value = f16::from_f32(value.to_f32() / by)),
+            Self::Bf16(values) => values.iter_mut().for_each(|value| *value = bf16::from_f32(value.to_f32() / by)),
+        }
+    }
+
+    /// Adds every number to its place in `sum`.
+    pub(super) fn add_to(&self, sum: &mut [f32]) {
+        match self {
+            Self::F32(values) => sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value),
+            Self::F16(values) => sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value.to_f32()),
+            Self::Bf16(values) => sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value.to_f32()),
+        }
+    }
+
     /// The numbers of `parts`, one after another.
     pub(super) fn concatenate<'a>(parts: impl Iterator<Item = &'a Self> + Clone) -> Result<Self, TrainError> {
         let length = parts.clone().map(Self::len).sum();
@@ -113,3 +159,30 @@ fn add<'a, T: Copy + 'a>(
     }
     Ok(sum)
 }
+
+/// Rust's type of a [`Buffer`]'s numbers.
+pub trait Numbers: Copy {
+    /// The numbers, if they are of this type.
+    fn of(buffer: &Buffer) -> Option<&[Self]>;
+
+    /// The numbers to be changed, if they are of this type.
+    fn of_mut(buffer: &mut Buffer) -> Option<&mut [Self]>;
+}
+
+macro_rules! numbers {
+    ($type:ty, $variant:ident) => {
+        impl Numbers for $type {
+            fn of(buffer: &Buffer) -> Option<&[Self]> {
+                if let Buffer::$variant(values) = buffer { Some(values) } else { None }
+            }
+
+            fn of_mut(buffer: &mut Buffer) -> Option<&mut [Self]> {
+                if let Buffer::$variant(values) = buffer { Some(values) } else { None }
+            }
+        }
+    };
+}
+
+numbers!(f32, F32);
+numbers!(f16, F16);
+numbers!(bf16, Bf16);

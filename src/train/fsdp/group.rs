@@ -175,7 +175,7 @@ impl LocalProcessGroup {
                 self.meeting.changed.notify_all();
             }
         }
-        self.meeting.wait(self.rank, deadline, name, guard, |state| !state.slots.contains_key(&number))?;
+        drop(self.meeting.wait(self.rank, deadline, name, guard, |state| !state.slots.contains_key(&number))?);
         Ok(result)
     }
 }
@@ -229,11 +229,13 @@ impl ProcessGroup for LocalProcessGroup {
 }
 
 /// Runs `body` once per rank, each on a thread of its own with a private rayon pool of `threads_per_rank` threads, and returns what each gave, in order of
-/// rank. A rank that panics or returns an error poisons the group; the error returned is that of the rank that failed first.
+/// rank. `on_thread` runs first on every thread that works for a rank, with the rank. A rank that panics or returns an error poisons the group; the error
+/// returned is that of the rank that failed first.
 pub fn run_ranks<T: Send>(
     world_size: usize,
     threads_per_rank: usize,
     device: &Device,
+    on_thread: impl Fn(usize) + Clone + Send + Sync + 'static,
     body: impl Fn(RankContext) -> Result<T, TrainError> + Sync,
 ) -> Result<Vec<T>, TrainError> {
     let ends = LocalProcessGroup::new_group(world_size, COLLECTIVE_TIMEOUT);
@@ -244,7 +246,11 @@ pub fn run_ranks<T: Send>(
             .map(|group| {
                 let device = device.clone();
                 let rank = group.rank();
-                std::thread::Builder::new().name(format!("rank {rank}")).spawn_scoped(scope, move || run_rank(group, threads_per_rank, device, body))
+                let on_thread = on_thread.clone();
+                std::thread::Builder::new().name(format!("rank {rank}")).spawn_scoped(scope, move || {
+                    on_thread(rank);
+                    run_rank(group, threads_per_rank, device, on_thread, body)
+                })
             })
             .collect();
         handles
@@ -283,10 +289,11 @@ fn run_rank<T: Send>(
     group: Arc<LocalProcessGroup>,
     threads: usize,
     device: Device,
+    on_thread: impl Fn(usize) + Send + Sync + 'static,
     body: &(impl Fn(RankContext) -> Result<T, TrainError> + Sync),
 ) -> Result<T, TrainError> {
     let context = RankContext { rank: group.rank(), world_size: group.world_size(), group: group.clone(), device };
-    let outcome = catch_unwind(AssertUnwindSafe(|| body_in_pool(threads, context, body)));
+    let outcome = catch_unwind(AssertUnwindSafe(|| body_in_pool(threads, context, on_thread, body)));
     let outcome = outcome.unwrap_or_else(|panic| Err(TrainError::Failed(panic_text(&*panic))));
     if let Err(error) = &outcome {
         group.poison(&error.to_string());
@@ -297,12 +304,14 @@ fn run_rank<T: Send>(
 fn body_in_pool<T: Send>(
     threads: usize,
     context: RankContext,
+    on_thread: impl Fn(usize) + Send + Sync + 'static,
     body: &(impl Fn(RankContext) -> Result<T, TrainError> + Sync),
 ) -> Result<T, TrainError> {
     let rank = context.rank;
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads.max(1))
         .thread_name(move |thread| format!("rank {rank} worker {thread}"))
+        .start_handler(move |_| on_thread(rank))
         .build()
         .map_err(|error| TrainError::Failed(format!("cannot start the worker threads of rank {rank}: {error}")))?;
     pool.install(|| body(context))
@@ -311,4 +320,62 @@ fn body_in_pool<T: Send>(
 fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned()).or_else(|| panic.downcast_ref::<String>().cloned());
     format!("panicked: {}", text.unwrap_or_else(|| "no message".to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run<T: Send>(world_size: usize, body: impl Fn(RankContext) -> Result<T, TrainError> + Sync) -> Result<Vec<T>, TrainError> {
+        run_ranks(world_size, 1, &Device::flex(), |_| {}, body)
+    }
+
+    /// Every collective on three ranks, repeated, so that late ranks of one meet early ranks of the next.
+    #[test]
+    fn collectives_combine_all_ranks() {
+        run(3, |context| {
+            for round in 0..200 {
+                let mine = |length: usize| Arc::new(Buffer::F32((0..length).map(|index| (100 * context.rank + index + round) as f32).collect()));
+                let round = round as f32;
+                let gathered = context.group.all_gather(mine(2))?;
+                assert_eq!(gathered, Buffer::F32([0.0, 1.0, 100.0, 101.0, 200.0, 201.0].map(|value| value + round).to_vec()));
+                let part = context.group.reduce_scatter(mine(6))?;
+                let first = (300 + 6 * context.rank) as f32 + 3.0 * round;
+                assert_eq!(part, Buffer::F32(vec![first, first + 3.0]));
+                assert_eq!(context.group.all_reduce(mine(1))?, Buffer::F32(vec![300.0 + 3.0 * round]));
+                let from_one = context.group.broadcast((context.rank == 1).then(|| mine(1)), 1)?;
+                assert_eq!(from_one, Buffer::F32(vec![100.0 + round]));
+                assert_eq!(context.group.all_reduce_numbers(&[1.0, context.rank as f64])?, [3.0, 3.0]);
+                context.group.barrier()?;
+            }
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    /// A rank that panics, or returns an error, stops the others, and the error names it.
+    #[test]
+    fn a_failing_rank_is_named() {
+        let panicked = run(3, |context| if context.rank == 1 { panic!("boom") } else { context.group.barrier() });
+        assert_eq!(panicked, Err(TrainError::Rank { rank: 1, message: "panicked: boom".to_owned() }));
+        let failed = run(3, |context| if context.rank == 2 { Err(TrainError::Failed("no".to_owned())) } else { context.group.barrier() });
+        assert_eq!(failed, Err(TrainError::Rank { rank: 2, message: "no".to_owned() }));
+    }
+
+    /// A rank that never comes is waited for only so long.
+    #[test]
+    fn waiting_ends() {
+        let ends = LocalProcessGroup::new_group(2, Duration::from_millis(20));
+        let error = ends[0].barrier().unwrap_err();
+        assert!(error.to_string().contains("barrier"), "{error}");
+        assert!(ends[1].barrier().is_err());
+    }
+
+    /// Ranks that call different collectives are told so rather than left waiting.
+    #[test]
+    fn disagreement_is_an_error() {
+        let outcome =
+            run(2, |context| if context.rank == 0 { context.group.barrier() } else { context.group.all_reduce_numbers(&[1.0]).map(|_| ()) });
+        assert!(outcome.unwrap_err().to_string().contains("where another rank calls"));
+    }
 }

@@ -3,17 +3,32 @@
 //! Names and meaning of every switch are those of PyTorch's `FullyShardedDataParallel`.
 
 pub mod buffer;
+mod core;
 pub mod group;
+pub mod layout;
+mod scope;
+pub mod trace;
+mod unit;
+pub mod wrap;
+
+#[cfg(test)]
+mod tests;
 
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
+
+use burn::tensor::Tensor;
+
+use self::core::Core;
+use self::scope::PassScope;
+use self::trace::TraceEvent;
+use super::error::TrainError;
+use super::model::{Model, Sequences, ops};
+use crate::spec::settings::{FsdpSettings, ShardingStrategy};
 
 pub use buffer::Buffer;
 pub use group::{LocalProcessGroup, ProcessGroup, RankContext, run_ranks};
-
-use super::error::TrainError;
-use super::model::Model;
-use crate::spec::settings::FsdpSettings;
 
 /// Sequences for one forward pass of one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,8 +108,12 @@ pub struct Segment {
 
 /// One rank's view of a sharded model.
 pub struct FullyShardedDataParallel {
-    context: RankContext,
+    core: Arc<Core>,
+    model: Arc<dyn Model>,
+    options: EngineOptions,
     shards: Vec<Shard>,
+    /// Passes that ran, each with dropout of its own.
+    passes: u64,
 }
 
 impl FullyShardedDataParallel {
@@ -110,8 +129,40 @@ impl FullyShardedDataParallel {
         options: &EngineOptions,
         weights: &dyn WeightSource,
     ) -> Result<Self, TrainError> {
-        let _ = (model, settings, options, weights);
-        Ok(Self { context, shards: Vec::new() })
+        let settings = effective(settings, context.world_size)?;
+        let tree = model.modules();
+        let paths = wrap::unit_paths(tree, &settings, model.block_class())?;
+        let trained = |name: &str| options.trainable.as_ref().is_none_or(|trainable| trainable.is_match(name));
+        let cut = if settings.sharding_strategy == ShardingStrategy::NoShard { 1 } else { context.world_size };
+        let layouts = layout::flat_layouts(tree, &paths, &settings, cut, trained);
+        if !settings.use_orig_params {
+            refuse_partly_frozen_units(&layouts)?;
+        }
+        let rank = if cut == 1 { 0 } else { context.rank };
+        let mut shards = Vec::new();
+        for layout in &layouts {
+            let segments = layout.segments(rank);
+            let mut values = in_shard_memory(settings.cpu_offload, || vec![0.0; layout.shard_numel()]);
+            for segment in &segments {
+                let placed = layout.parameters.iter().find(|placed| placed.info.name == segment.name);
+                let shape = placed.map_or(&[][..], |placed| &placed.info.shape);
+                let read = weights.read(&segment.name, shape, segment.parameter_range.clone())?;
+                if read.len() != segment.range.len() {
+                    return Err(TrainError::Input(format!("{}: {} numbers where {} are needed", segment.name, read.len(), segment.range.len())));
+                }
+                values[segment.range.clone()].copy_from_slice(&read);
+            }
+            shards.push(Shard {
+                unit: layout.unit.clone(),
+                values,
+                gradient: None,
+                segments,
+                offloaded: settings.cpu_offload,
+                replicated: cut == 1 && context.world_size > 1,
+            });
+        }
+        let core = Arc::new(Core::new(context, layouts, settings));
+        Ok(Self { core, model, options: options.clone(), shards, passes: 0 })
     }
 
     /// Runs forward and backward. The loss is the mean over this rank's scored targets, labels being the block's own tokens shifted inside it; its gradient
@@ -122,8 +173,20 @@ impl FullyShardedDataParallel {
     ///
     /// [`TrainError::Rank`] if another rank failed.
     pub fn forward_backward(&mut self, batch: &Batch, gradient_scale: f32, synchronise: bool) -> Result<LossSum, TrainError> {
-        let _ = (batch, gradient_scale, synchronise);
-        Err(TrainError::Failed("the forward pass is not built yet".to_owned()))
+        let targets = batch.targets();
+        let count = targets.iter().flatten().count();
+        let scope = self.scope(true);
+        let model = self.model.clone();
+        self.pass(synchronise, move |core| {
+            let logits = model.forward(&batch.ids, batch.sequences(), &scope);
+            drop(scope);
+            let loss = ops::cross_entropy(logits, &targets, gradient_scale / count.max(1) as f32);
+            core.note(|| TraceEvent::Loss);
+            loss.root.backward();
+            core.note(|| TraceEvent::BackwardDone);
+            core.end_backward();
+            LossSum { sum: loss.sum, targets: count as u64 }
+        })
     }
 
     /// Runs forward only, without dropout.
@@ -132,8 +195,30 @@ impl FullyShardedDataParallel {
     ///
     /// [`TrainError::Rank`] if another rank failed.
     pub fn evaluate(&mut self, batch: &Batch) -> Result<LossSum, TrainError> {
-        let _ = batch;
-        Err(TrainError::Failed("the forward pass is not built yet".to_owned()))
+        let targets = batch.targets();
+        let scope = self.scope(false);
+        let model = self.model.clone();
+        self.pass(true, move |core| {
+            let logits = model.forward(&batch.ids, batch.sequences(), &scope);
+            let loss = ops::cross_entropy(logits, &targets, 0.0);
+            core.end_pass();
+            LossSum { sum: loss.sum, targets: targets.iter().flatten().count() as u64 }
+        })
+    }
+
+    /// The logits of a batch, `[rows * block_size, vocabulary]`, row by row, without dropout.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError::Rank`] if another rank failed.
+    pub fn logits(&mut self, batch: &Batch) -> Result<Vec<f32>, TrainError> {
+        let scope = self.scope(false);
+        let model = self.model.clone();
+        self.pass(true, move |core| {
+            let logits = model.forward(&batch.ids, batch.sequences(), &scope);
+            core.end_pass();
+            logits.into_data().iter::<f32>().collect()
+        })
     }
 
     /// This rank's shards, a unit each, in the order of the model.
@@ -146,19 +231,157 @@ impl FullyShardedDataParallel {
         for shard in &mut self.shards {
             shard.gradient = None;
         }
+        for unit in 0..self.shards.len() {
+            let mut state = self.core.unit(unit);
+            state.gradient = None;
+            state.filled.clear();
+        }
     }
 
     /// The group of all ranks.
     pub fn group(&self) -> &Arc<dyn ProcessGroup> {
-        &self.context.group
+        &self.core.context.group
     }
 
-    /// The whole of one parameter, gathered from all ranks; every rank must ask for it.
+    /// The flat parameters, a unit each, in the order of [`Self::shards`].
+    pub fn layouts(&self) -> &[layout::FlatLayout] {
+        &self.core.layouts
+    }
+
+    /// Switches a record of collectives and passes on, or off. Gives what was recorded since the last call.
+    pub fn trace(&mut self, on: bool) -> Vec<TraceEvent> {
+        self.core.set_trace(on)
+    }
+
+    /// The whole of one parameter in f32, gathered from all ranks; every rank must ask for it.
     ///
     /// # Errors
     ///
     /// [`TrainError::Request`] if there is no such parameter, [`TrainError::Rank`] if another rank failed.
     pub fn full_parameter(&mut self, name: &str) -> Result<Vec<f32>, TrainError> {
+        self.full(name, |shard| shard.values.clone())
+    }
+
+    /// The whole gradient of one parameter, gathered from all ranks; zeros where there is none. Every rank must ask for it.
+    ///
+    /// # Errors
+    ///
+    /// [`TrainError::Request`] if there is no such parameter, [`TrainError::Rank`] if another rank failed.
+    pub fn full_gradient(&mut self, name: &str) -> Result<Vec<f32>, TrainError> {
+        self.full(name, |shard| shard.gradient.clone().unwrap_or_else(|| vec![0.0; shard.values.len()]))
+    }
+
+    fn full(&self, name: &str, part: impl Fn(&Shard) -> Vec<f32>) -> Result<Vec<f32>, TrainError> {
+        let owner = self.model.modules().owner(name);
+        for (layout, shard) in self.core.layouts.iter().zip(&self.shards) {
+            if let Some(placed) = layout.parameters.iter().find(|placed| placed.info.name == owner) {
+                let mine = Arc::new(Buffer::F32(part(shard)));
+                let full = if layout.world_size > 1 { self.group().all_gather(mine)?.into_f32(false) } else { mine.to_f32() };
+                return Ok(full[placed.range.clone()].to_vec());
+            }
+        }
         Err(TrainError::Request(format!("the model has no parameter {name}")))
     }
+
+    fn scope(&mut self, training: bool) -> PassScope {
+        let anchor = Tensor::<1>::zeros([1], &self.core.context.device.clone().without_autodiff());
+        let anchor = if training { anchor.autodiff().require_grad() } else { anchor };
+        self.passes += u64::from(training);
+        let rank = self.core.context.rank as u64;
+        let seed = self.options.seed ^ self.passes.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ rank.wrapping_mul(0xD1B5_4A32_D192_ED03);
+        PassScope {
+            core: self.core.clone(),
+            model: self.model.clone(),
+            anchor,
+            dropout_seed: training.then_some(seed),
+            checkpoint: self.core.settings.activation_checkpointing,
+            recompute: false,
+            last_block: Arc::default(),
+        }
+    }
+
+    /// Lends the shards to the units, runs `body`, and takes them back, whatever happens.
+    fn pass<R>(&mut self, synchronise: bool, body: impl FnOnce(&Core) -> R) -> Result<R, TrainError> {
+        self.core.begin_pass(synchronise);
+        for (unit, shard) in self.shards.iter_mut().enumerate() {
+            let mut state = self.core.unit(unit);
+            state.shard = Some(Arc::new(Buffer::F32(std::mem::take(&mut shard.values))));
+            state.reduced = shard.gradient.take();
+        }
+        let outcome = catch_unwind(AssertUnwindSafe(|| body(&self.core)));
+        if outcome.is_err() {
+            self.core.abandon_pass();
+        }
+        for (unit, shard) in self.shards.iter_mut().enumerate() {
+            let mut state = self.core.unit(unit);
+            shard.gradient = state.reduced.take();
+            if !self.core.is_sharded() {
+                state.full = None;
+            }
+            if let Some(values) = state.shard.take() {
+                shard.values = match Arc::try_unwrap(values) {
+                    Ok(values) => values.into_f32(false),
+                    Err(shared) => self.core.in_shard_memory(|| shared.to_f32()),
+                };
+            }
+        }
+        outcome.map_err(|panic| match panic.downcast::<TrainError>() {
+            Ok(error) => *error,
+            Err(panic) => resume_unwind(panic),
+        })
+    }
+}
+
+impl Batch {
+    /// Rows and tokens per row.
+    pub fn sequences(&self) -> Sequences {
+        Sequences { rows: self.rows, block_size: self.block_size }
+    }
+
+    /// What each token should predict: the next one of its row, if that counts.
+    fn targets(&self) -> Vec<Option<u32>> {
+        let target = |index: usize| {
+            let next = index + 1;
+            let inside = !next.is_multiple_of(self.block_size);
+            (inside && self.scored.as_ref().is_none_or(|scored| scored[next])).then(|| self.ids[next])
+        };
+        (0..self.ids.len()).map(target).collect()
+    }
+}
+
+/// Runs `work` so that what it allocates counts where shards live.
+fn in_shard_memory<R>(offloaded: bool, work: impl FnOnce() -> R) -> R {
+    let _ = offloaded;
+    work()
+}
+
+/// The settings as they act in a world of this size: PyTorch turns every strategy into `NO_SHARD` for a single rank.
+fn effective(settings: &FsdpSettings, world_size: usize) -> Result<FsdpSettings, TrainError> {
+    let refuse = |message: &str| Err(TrainError::Request(message.to_owned()));
+    if settings.fsdp_version != 1 {
+        return refuse("fsdp.fsdp_version = 2 is not built yet: per-parameter sharding is the next step of the engine");
+    }
+    if matches!(settings.sharding_strategy, ShardingStrategy::HybridShard | ShardingStrategy::HybridShardZero2) {
+        return refuse("fsdp.sharding_strategy = HYBRID_SHARD and HYBRID_SHARD_ZERO2 are not built yet: they need a two-dimensional mesh");
+    }
+    let mut settings = settings.clone();
+    if world_size == 1 {
+        settings.sharding_strategy = ShardingStrategy::NoShard;
+    }
+    Ok(settings)
+}
+
+/// With `use_orig_params = false` a unit is one parameter to the optimiser, so it is trained whole or not at all.
+fn refuse_partly_frozen_units(layouts: &[layout::FlatLayout]) -> Result<(), TrainError> {
+    for layout in layouts {
+        let trained = layout.parameters.iter().find(|placed| placed.requires_grad);
+        let frozen = layout.parameters.iter().find(|placed| !placed.requires_grad);
+        if let (Some(trained), Some(frozen)) = (trained, frozen) {
+            return Err(TrainError::Request(format!(
+                "fsdp.use_orig_params = false needs all parameters of a unit trained or all frozen: model.trainable matches {} and not {}, which share the unit \"{}\"",
+                trained.info.name, frozen.info.name, layout.unit
+            )));
+        }
+    }
+    Ok(())
 }

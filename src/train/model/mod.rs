@@ -1,10 +1,14 @@
 //! Models, written forward only. A model names its modules and parameters as PyTorch and Hugging Face do and knows nothing of sharding: where its weights
 //! are, and what happens around each module, is the [`Scope`]'s business.
 
+pub mod gpt2;
+pub mod ops;
+pub mod parameter;
 pub mod tree;
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::Tensor;
 
+pub use parameter::{Parameter, ParameterStore, ParameterValue};
 pub use tree::{Module, ModuleTree, ParameterInfo};
 
 /// Rows and tokens per row of the hidden states, which are `[rows * block_size, width]`.
@@ -21,20 +25,23 @@ pub trait Model: Send + Sync + 'static {
     /// Its modules and parameters, by PyTorch's class names and Hugging Face's parameter names.
     fn modules(&self) -> &ModuleTree;
 
-    /// Path of transformer block `index`, such as `transformer.h.0`.
-    fn block_path(&self, index: usize) -> String;
+    /// PyTorch's class of its transformer blocks.
+    fn block_class(&self) -> &'static str;
 
     /// One transformer block: hidden states `[rows * block_size, width]` in and out.
     fn block(&self, index: usize, hidden: Tensor<2>, sequences: Sequences, scope: &dyn Scope) -> Tensor<2>;
 
     /// Logits `[rows * block_size, vocabulary]` of token ids `[rows, block_size]`.
-    fn forward(&self, ids: Tensor<2, Int>, scope: &dyn Scope) -> Tensor<2>;
+    fn forward(&self, ids: &[u32], sequences: Sequences, scope: &dyn Scope) -> Tensor<2>;
 }
 
 /// What surrounds a model's forward pass.
 pub trait Scope {
     /// The parameter of this Hugging Face name; a tied name gives its owner.
     fn parameter(&self, name: &str) -> Parameter;
+
+    /// A leaf that embeddings hang from: tracked where gradients are wanted.
+    fn anchor(&self) -> Tensor<1>;
 
     /// A module's forward pass begins; as PyTorch's forward pre-hook.
     fn enter(&self, path: &str);
@@ -45,10 +52,12 @@ pub trait Scope {
     /// Transformer block `index`, recomputed in backward where activations are checkpointed. Calls [`Model::block`].
     fn block(&self, index: usize, hidden: Tensor<2>, sequences: Sequences) -> Tensor<2>;
 
-    /// Whether dropout acts, and from which seed; each call gives another seed.
-    fn dropout_seed(&self) -> Option<u64>;
+    /// The seed of the dropout at `path`, the same whenever it is asked within a pass; `None` where dropout does not act.
+    fn dropout_seed(&self, path: &str) -> Option<u64>;
 }
 
-/// A handle of one parameter: operations fetch its value when they need it, in forward and again in backward, and hand its gradient back.
-#[derive(Clone, Debug)]
-pub struct Parameter {}
+/// Runs `body` as the forward pass of the module at `path`.
+pub fn module(scope: &dyn Scope, path: &str, body: impl FnOnce() -> Tensor<2>) -> Tensor<2> {
+    scope.enter(path);
+    scope.leave(path, body())
+}

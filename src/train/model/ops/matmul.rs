@@ -1,0 +1,172 @@
+//! Matrix products between slices: what flex's tensors cannot do without copies, such as adding a product to a part of a flat gradient.
+
+use gemm::Parallelism;
+
+use super::number::Number;
+
+/// Multiplications below this number are not worth a second thread.
+const PARALLEL_THRESHOLD: usize = 192 * 192 * 192;
+
+/// A matrix that lies in a slice with any strides.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix<'a, T> {
+    data: &'a [T],
+    rows: usize,
+    columns: usize,
+    row_stride: usize,
+    column_stride: usize,
+}
+
+impl<'a, T: Copy> Matrix<'a, T> {
+    /// `data` row by row.
+    pub(crate) fn new(data: &'a [T], rows: usize, columns: usize) -> Self {
+        Self::strided(data, rows, columns, columns)
+    }
+
+    /// `data` row by row, rows `row_stride` apart.
+    pub(crate) fn strided(data: &'a [T], rows: usize, columns: usize, row_stride: usize) -> Self {
+        assert!(rows == 0 || columns == 0 || (rows - 1) * row_stride + columns <= data.len(), "the matrix lies outside its data");
+        Self { data, rows, columns, row_stride, column_stride: 1 }
+    }
+
+    /// The same numbers, rows and columns swapped.
+    pub(crate) fn transposed(self) -> Self {
+        Self { rows: self.columns, columns: self.rows, row_stride: self.column_stride, column_stride: self.row_stride, ..self }
+    }
+
+    /// Rows `rows` and columns `columns` of it.
+    fn part(self, rows: std::ops::Range<usize>, columns: std::ops::Range<usize>) -> Self {
+        let start = rows.start * self.row_stride + columns.start * self.column_stride;
+        Self { data: &self.data[start..], rows: rows.len(), columns: columns.len(), ..self }
+    }
+}
+
+/// `to = scale * a * b`, or `to += scale * a * b` with `accumulate`; rows of `to` are `row_stride` apart.
+pub(crate) fn multiply_f32(to: &mut [f32], row_stride: usize, accumulate: bool, scale: f32, a: Matrix<'_, f32>, b: Matrix<'_, f32>) {
+    let (m, k, n) = (a.rows, a.columns, b.columns);
+    assert_eq!(k, b.rows, "inner dimensions of a product differ");
+    if m == 0 || n == 0 {
+        return;
+    }
+    assert!((m - 1) * row_stride + n <= to.len(), "the product lies outside its slice");
+    let parallel = m.saturating_mul(n).saturating_mul(k) >= PARALLEL_THRESHOLD && rayon::current_num_threads() > 1;
+    let parallelism = if parallel { Parallelism::Rayon(0) } else { Parallelism::None };
+    #[expect(unsafe_code, reason = "gemm has no safe interface")]
+    // SAFETY: `Matrix` checks on construction that its last element lies inside its data, `part` narrows it, the assertion above checks the same of `to`;
+    // `to` is borrowed mutably, so it overlaps neither.
+    unsafe {
+        gemm::gemm(
+            m,
+            n,
+            k,
+            to.as_mut_ptr(),
+            1,
+            row_stride as isize,
+            accumulate,
+            a.data.as_ptr(),
+            a.column_stride as isize,
+            a.row_stride as isize,
+            b.data.as_ptr(),
+            b.column_stride as isize,
+            b.row_stride as isize,
+            1.0,
+            scale,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+}
+
+/// `to = a * b`, or `to += a * b` with `accumulate`; `to` is contiguous. Half-precision operands are multiplied and summed in f32 and rounded once at the end.
+pub(crate) fn multiply<T: Number>(to: &mut [T], accumulate: bool, a: Matrix<'_, T>, b: Matrix<'_, T>) {
+    if let (Some(a_data), Some(b_data)) = (T::as_f32(a.data), T::as_f32(b.data))
+        && let Some(to) = T::as_f32_mut(to)
+    {
+        let a = Matrix { data: a_data, rows: a.rows, columns: a.columns, row_stride: a.row_stride, column_stride: a.column_stride };
+        let b = Matrix { data: b_data, rows: b.rows, columns: b.columns, row_stride: b.row_stride, column_stride: b.column_stride };
+        return multiply_f32(to, b.columns, accumulate, 1.0, a, b);
+    }
+    multiply_halves(to, accumulate, a, b);
+}
+
+/// Tiles small enough that their f32 copies stay in the cache and cost next to no memory.
+fn multiply_halves<T: Number>(to: &mut [T], accumulate: bool, a: Matrix<'_, T>, b: Matrix<'_, T>) {
+    const ROWS: usize = 256;
+    const INNER: usize = 256;
+    const COLUMNS: usize = 512;
+    let (m, k, n) = (a.rows, a.columns, b.columns);
+    let mut a_tile = vec![0.0; ROWS.min(m) * INNER.min(k)];
+    let mut b_tile = vec![0.0; INNER.min(k) * COLUMNS.min(n)];
+    let mut sum = vec![0.0; ROWS.min(m) * COLUMNS.min(n)];
+    for column in (0..n).step_by(COLUMNS) {
+        let columns = column..(column + COLUMNS).min(n);
+        for row in (0..m).step_by(ROWS) {
+            let rows = row..(row + ROWS).min(m);
+            for inner in (0..k).step_by(INNER) {
+                let inners = inner..(inner + INNER).min(k);
+                let a = widen(a.part(rows.clone(), inners.clone()), &mut a_tile);
+                let b = widen(b.part(inners, columns.clone()), &mut b_tile);
+                multiply_f32(&mut sum, columns.len(), inner > 0, 1.0, a, b);
+            }
+            for (index, row) in rows.enumerate() {
+                let to = &mut to[row * n + columns.start..row * n + columns.end];
+                for (to, &sum) in to.iter_mut().zip(&sum[index * columns.len()..]) {
+                    *to = T::store(if accumulate { to.load() + T::store(sum).load() } else { sum });
+                }
+            }
+        }
+    }
+}
+
+/// `matrix` as f32 in `tile`, laid out along its contiguous dimension.
+fn widen<'a, T: Number>(matrix: Matrix<'_, T>, tile: &'a mut [f32]) -> Matrix<'a, f32> {
+    let by_rows = matrix.column_stride == 1;
+    let (lines, length, stride) =
+        if by_rows { (matrix.rows, matrix.columns, matrix.row_stride) } else { (matrix.columns, matrix.rows, matrix.column_stride) };
+    for line in 0..lines {
+        T::load_all(&matrix.data[line * stride..line * stride + length], &mut tile[line * length..(line + 1) * length]);
+    }
+    let wide = Matrix::new(&*tile, lines, length);
+    if by_rows { wide } else { wide.transposed() }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+
+    fn numbers(length: usize, seed: u64) -> Vec<f32> {
+        (0..length).map(|index| (super::super::math::hash(seed, index as u64) >> 40) as f32 / 8_388_608.0 - 1.0).collect()
+    }
+
+    fn naive(a: &[f32], b: &[f32], m: usize, k: usize, n: usize) -> Vec<f32> {
+        let cell = |i: usize, j: usize| (0..k).map(|l| f64::from(a[i * k + l]) * f64::from(b[l * n + j])).sum::<f64>() as f32;
+        (0..m * n).map(|index| cell(index / n, index % n)).collect()
+    }
+
+    /// Odd sizes on both sides of the tiles, transposed operands, accumulation.
+    #[test]
+    fn products_are_right_in_every_layout() {
+        for (m, k, n) in [(1, 1, 1), (3, 5, 7), (257, 300, 513), (30, 259, 20)] {
+            let (a, b) = (numbers(m * k, 1), numbers(k * n, 2));
+            let a_transposed: Vec<f32> = (0..k * m).map(|index| a[index % m * k + index / m]).collect();
+            let want = naive(&a, &b, m, k, n);
+            let mut to = vec![1.0; m * n];
+            multiply(&mut to, true, Matrix::new(&a_transposed, k, m).transposed(), Matrix::new(&b, k, n));
+            assert!(to.iter().zip(&want).all(|(to, want)| (to - 1.0 - want).abs() < 1e-4));
+
+            let halves = |values: &[f32]| values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>();
+            let exact = |values: &[bf16]| values.iter().map(|value| value.to_f32()).collect::<Vec<_>>();
+            let (a, a_transposed, b) = (halves(&a), halves(&a_transposed), halves(&b));
+            let want = naive(&exact(&a), &exact(&b), m, k, n);
+            for a in [Matrix::new(&a, m, k), Matrix::new(&a_transposed, k, m).transposed()] {
+                let mut to = vec![bf16::from_f32(3.0); m * n];
+                multiply(&mut to, false, a, Matrix::new(&b, k, n));
+                assert!(to.iter().zip(&want).all(|(to, want)| (to.to_f32() - want).abs() < 1e-3 + want.abs() / 200.0));
+            }
+        }
+    }
+}

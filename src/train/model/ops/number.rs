@@ -1,0 +1,81 @@
+//! The three floating-point types that models compute in, as one trait.
+
+use burn::tensor::Element;
+use bytemuck::Pod;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use crate::train::fsdp::buffer::Numbers;
+
+/// A floating-point number of device memory. Arithmetic on it goes through f32.
+pub trait Number: Element + Numbers + Pod + Send + Sync {
+    /// Its value.
+    fn load(self) -> f32;
+
+    /// `value`, rounded to nearest.
+    fn store(value: f32) -> Self;
+
+    /// The values of `from`; both are equally long.
+    fn load_all(from: &[Self], to: &mut [f32]);
+
+    /// The numbers as f32, if that is what they are.
+    fn as_f32(numbers: &[Self]) -> Option<&[f32]>;
+
+    /// The numbers as f32, to be changed, if that is what they are.
+    fn as_f32_mut(numbers: &mut [Self]) -> Option<&mut [f32]>;
+}
+
+impl Number for f32 {
+    #[inline(always)]
+    fn load(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn store(value: f32) -> Self {
+        value
+    }
+
+    fn load_all(from: &[Self], to: &mut [f32]) {
+        to.copy_from_slice(from);
+    }
+
+    fn as_f32(numbers: &[Self]) -> Option<&[f32]> {
+        Some(numbers)
+    }
+
+    fn as_f32_mut(numbers: &mut [Self]) -> Option<&mut [f32]> {
+        Some(numbers)
+    }
+}
+
+macro_rules! half_number {
+    ($type:ty) => {
+        impl Number for $type {
+            #[inline(always)]
+            fn load(self) -> f32 {
+                self.to_f32()
+            }
+
+            #[inline(always)]
+            fn store(value: f32) -> Self {
+                Self::from_f32(value)
+            }
+
+            fn load_all(from: &[Self], to: &mut [f32]) {
+                from.convert_to_f32_slice(to);
+            }
+
+            fn as_f32(_: &[Self]) -> Option<&[f32]> {
+                None
+            }
+
+            fn as_f32_mut(_: &mut [Self]) -> Option<&mut [f32]> {
+                None
+            }
+        }
+    };
+}
+
+half_number!(f16);
+half_number!(bf16);
