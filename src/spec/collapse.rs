@@ -18,6 +18,10 @@ pub fn collapse(settings: &Settings) -> (Settings, Vec<String>) {
     if fsdp.mixed_precision.param_dtype != DType::Fp16 {
         set(&mut fsdp.initial_loss_scale, UNUSED_LOSS_SCALE, "initial_loss_scale has no effect without fp16 parameters", &mut reasons);
     }
+    if fsdp.cpu_ram_efficient_loading {
+        // As accelerate: ranks that read nothing get their weights by broadcast.
+        set(&mut fsdp.sync_module_states, true, "cpu_ram_efficient_loading turns sync_module_states on", &mut reasons);
+    }
     if effective.train.gradient_accumulation_steps == 1 {
         let sentence = "sync_each_batch has no effect with gradient_accumulation_steps = 1";
         set(&mut effective.train.sync_each_batch, false, sentence, &mut reasons);

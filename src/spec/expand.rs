@@ -11,6 +11,7 @@ use super::read::{Axis, Exclude, Layer};
 use super::schema::{self, EXCLUSIVE, KEYS, KeyIndex, Point, Target};
 use super::settings::{DeviceKind, Init};
 use super::value::{Kind, Value};
+use crate::format::count as count_of;
 
 /// Most points of a sweep. More are no plan any more, but a mistake in the axes.
 pub const MAX_POINTS: usize = 1_000_000;
@@ -324,22 +325,17 @@ fn count(layer: &Layer, mistakes: &mut Mistakes<'_>) -> Option<()> {
     longest.sort_by_key(|axis| std::cmp::Reverse(axis.values.len()));
     let lengths: Vec<String> = longest.iter().map(|axis| format!("{} ({})", KEYS[axis.key].name(), axis.values.len())).collect();
     let origin = longest.first().map_or(Origin::Whole, |axis| axis.origin.clone());
-    let help = mistakes.add(&origin, format!("{what} makes {} points, at most {} can be planned", thousands(points), thousands(MAX_POINTS as u128)));
+    let help = mistakes.add(
+        &origin,
+        format!(
+            "{what} makes {} points, at most {} can be planned",
+            count_of(u64::try_from(points).unwrap_or(u64::MAX)),
+            count_of(MAX_POINTS as u64)
+        ),
+    );
     help.push(format!("values of each axis: {}", lengths.join(" x ")));
     help.push("shorten the longest axes, drop those that matter least, or write the combinations of interest as [[case]]".to_owned());
     None
-}
-
-fn thousands(number: u128) -> String {
-    let digits = number.to_string();
-    let mut text = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
 }
 
 /// Drops the points that an exclude matches. One that empties a case contradicts it; one that matches nothing is worth a notice.
@@ -386,7 +382,7 @@ fn exclude(groups: &mut [Group], excludes: &[Exclude], notices: &mut Vec<String>
         }
     }
     if dropped > 0 {
-        notices.push(format!("{} of {} points are excluded.", thousands(dropped as u128), thousands(total as u128)));
+        notices.push(format!("Excluded: {} of {} points.", count_of(dropped as u64), count_of(total as u64)));
     }
     for (exclude, hits) in excludes.iter().zip(hits) {
         if hits == 0 {
@@ -438,7 +434,7 @@ fn merge_duplicates(expansion: &mut Expansion, notices: &mut Vec<String>) {
     let merged = grid.len() - kept.len();
     expansion.groups[0].kept = Some(kept);
     if merged > 0 {
-        notices.push(format!("{} points of [grid] are also cases and keep the case's row.", thousands(merged as u128)));
+        notices.push(format!("Points of [grid] that are also cases, and keep the case's row: {}.", count_of(merged as u64)));
     }
 }
 

@@ -1,6 +1,6 @@
 //! Laying profiles and `--set` arguments over the sweep file, key by key.
 
-use super::mistakes::Mistakes;
+use super::mistakes::{Mistakes, Origin};
 use super::read::{Axis, Layer, Located};
 use super::schema::{self, EXCLUSIVE, KEYS, KeyIndex};
 
@@ -50,9 +50,6 @@ pub(crate) fn apply_argument(below: &mut Layer, argument: &Layer, mistakes: &mut
     for list in &argument.lists {
         replace_where_it_stands(below, list, mistakes);
     }
-    if argument.cases.is_some() {
-        below.cases.clone_from(&argument.cases);
-    }
     if argument.search.is_some() {
         below.search.clone_from(&argument.search);
     }
@@ -61,8 +58,10 @@ pub(crate) fn apply_argument(below: &mut Layer, argument: &Layer, mistakes: &mut
 fn set_scalar(below: &mut Layer, key: KeyIndex, located: &Located, overlay: &Layer) {
     drop_exclusive(below, key);
     let tokenizer = schema::key("data.tokenizer");
-    // A tokenizer belongs to its data; the evaluation text is part of the data set's own value.
-    if key == schema::key("data.dataset") && !overlay.scalars.contains_key(&tokenizer) {
+    // A tokenizer belongs to its data; the evaluation text is part of the data set's own value. What one `--set` says another does not take back.
+    let stays = overlay.scalars.contains_key(&tokenizer)
+        || below.scalars.get(&tokenizer).is_some_and(|located| matches!(located.origin, Origin::Argument(_)));
+    if key == schema::key("data.dataset") && !stays {
         below.scalars.remove(&tokenizer);
     }
     below.scalars.insert(key, located.clone());

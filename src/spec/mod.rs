@@ -1,8 +1,10 @@
 //! The sweep file: from the TOML as written to what it means. Pure: no files, no clocks, no devices.
 //!
 //! `read` types every source by the one table in `schema`, `merge` lays profiles and `--set` over the file, `expand` makes rows of it, `collapse` finds
-//! switches that cannot matter, and `ids` names configurations and trials.
+//! switches that cannot matter, `ids` names configurations and trials, and `check` holds
+//! rows against themselves, the machine, the model and the data.
 
+pub mod check;
 mod collapse;
 mod expand;
 pub mod ids;
@@ -147,7 +149,7 @@ fn choose_profiles<'d>(
     }
     let key = schema::key("device.kind");
     let layers = [&document.base].into_iter().chain(chosen.iter().map(|(_, layer)| layer)).chain(arguments);
-    let written = layers.filter_map(|layer| layer.scalars.get(&key)).last();
+    let written = layers.filter_map(|layer| layer.scalars.get(&key)).next_back();
     let kind = match written.map(|located| located.value.choice()) {
         Some("cpu") => DeviceKind::Cpu,
         Some("cuda") => {

@@ -235,9 +235,6 @@ impl Reader {
             let full = format!("{path}.{}", name.get_ref());
             self.scalar(&full, self.origin(name.span()), value, layer, mistakes);
         }
-        if path == "search" || path == "search.block_size" {
-            layer.search.get_or_insert(self.argument.map_or(Origin::Whole, Origin::Argument));
-        }
     }
 
     fn scalar(&self, path: &str, origin: Origin, value: &Spanned<DeValue<'_>>, layer: &mut Layer, mistakes: &mut Mistakes<'_>) {
@@ -440,7 +437,7 @@ impl Reader {
         for element in elements.iter() {
             match element.get_ref() {
                 DeValue::Table(table) => tables.push((table, self.origin(element.span()))),
-                _ => drop(mistakes.add(&self.origin(element.span()), format!("`{name}` holds tables only")).push(format!("write [[{name}]]"))),
+                _ => mistakes.add(&self.origin(element.span()), format!("`{name}` holds tables only")).push(format!("write [[{name}]]")),
             }
         }
         tables

@@ -221,7 +221,7 @@ impl Kind {
                 refused.help(format!("write {text} without quotes"))
             }
             (Self::Integer(_), DeValue::Float(number)) => match float(number) {
-                Some(value) if value.fract() == 0.0 && value >= 0.0 && value < 1e15 => refused.help(format!("write {value:.0}")),
+                Some(value) if value.fract() == 0.0 && (0.0..1e15).contains(&value) => refused.help(format!("write {value:.0}")),
                 _ => refused,
             },
             (Self::Text | Self::Choice(_), DeValue::Integer(_) | DeValue::Float(_) | DeValue::Boolean(_)) => refused.help("put it in quotes"),

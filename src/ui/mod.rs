@@ -12,6 +12,7 @@ use crate::event::Event;
 
 mod json;
 mod lines;
+pub mod plan;
 mod progress;
 #[cfg(test)]
 mod script;

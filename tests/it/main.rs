@@ -1,1 +1,2 @@
 //! Integration tests: one binary, a module per room.
+mod plan;
