@@ -19,12 +19,20 @@ pub struct NvmlLibrary {
 
 impl From<NvmlError> for GpuError {
     fn from(error: NvmlError) -> Self {
-        Self(match error {
-            NvmlError::LibloadingError(error) => format!("the NVIDIA management library could not be loaded ({error})"),
-            NvmlError::LibRmVersionMismatch => "the NVIDIA driver and its management library differ in version; a reboot usually helps".to_owned(),
-            NvmlError::UnexpectedVariant(code) => format!("the NVIDIA management library answered with the unknown code {code}"),
-            other => other.to_string(),
-        })
+        match error {
+            NvmlError::LibloadingError(error) => Self::Absent(format!("the NVIDIA management library could not be loaded ({error})")),
+            NvmlError::DriverNotLoaded => Self::Absent("the NVIDIA driver is not loaded".to_owned()),
+            // Functions are looked up when they are called; an old driver lacks the newer ones.
+            NvmlError::FailedToLoadSymbol(_) => Self::NotAvailable("this NVIDIA driver is too old to say".to_owned()),
+            NvmlError::NotSupported | NvmlError::NoData => Self::NotAvailable("the device does not support it".to_owned()),
+            NvmlError::NoPermission => Self::Failed("no permission".to_owned()),
+            NvmlError::GpuLost => Self::Failed("the GPU is lost: it fell off the bus or cannot be reached".to_owned()),
+            NvmlError::LibRmVersionMismatch => {
+                Self::Failed("the NVIDIA driver and its management library differ in version; a reboot usually helps".to_owned())
+            }
+            NvmlError::UnexpectedVariant(code) => Self::Failed(format!("the NVIDIA management library answered with the unknown code {code}")),
+            other => Self::Failed(other.to_string()),
+        }
     }
 }
 
@@ -54,7 +62,7 @@ impl NvmlLibrary {
         // The wrapper panics on drop where the library cannot be shut down; one that cannot is kept loaded.
         if nvml.lib().nvmlShutdown.is_err() {
             std::mem::forget(nvml);
-            return Err(GpuError("the NVIDIA management library lacks nvmlShutdown".to_owned()));
+            return Err(GpuError::Failed("the NVIDIA management library lacks nvmlShutdown".to_owned()));
         }
         Ok(Self { nvml })
     }
@@ -74,15 +82,7 @@ impl GpuLibrary for NvmlLibrary {
                 power_watts: power(&device),
                 temperature_celsius: temperature(&device),
             },
-            Err(error) => {
-                let error = GpuError::from(error);
-                GpuReading {
-                    utilization_percent: Err(error.clone()),
-                    memory: Err(error.clone()),
-                    power_watts: Err(error.clone()),
-                    temperature_celsius: Err(error),
-                }
-            }
+            Err(error) => GpuReading::failed(&error.into()),
         }
     }
 }
@@ -105,10 +105,14 @@ fn identify(device: &Device<'_>) -> Result<GpuDevice, GpuError> {
     Ok(GpuDevice { uuid, name, pci_bus_id: None, mig_instances: Vec::new() })
 }
 
+fn unavailable() -> GpuError {
+    GpuError::NotAvailable("the library does not say".to_owned())
+}
+
 fn utilization(device: &Device<'_>) -> Result<f64, GpuError> {
     match device.utilization_rates()?.gpu {
         percent @ 0..=100 => Ok(f64::from(percent)),
-        other => Err(GpuError(format!("{other} is not a percentage"))),
+        other => Err(GpuError::Failed(format!("{other} is not a percentage"))),
     }
 }
 
@@ -116,19 +120,19 @@ fn memory(device: &Device<'_>) -> Result<GpuMemory, GpuError> {
     let info = device.memory_info()?;
     let known = |bytes| (bytes != NOT_AVAILABLE).then_some(bytes);
     let memory = GpuMemory { used: known(info.used), total: known(info.total) };
-    if memory == GpuMemory::default() { Err(GpuError("not available".to_owned())) } else { Ok(memory) }
+    if memory == GpuMemory::default() { Err(unavailable()) } else { Ok(memory) }
 }
 
 fn power(device: &Device<'_>) -> Result<f64, GpuError> {
     match device.power_usage()? {
-        u32::MAX => Err(GpuError("not available".to_owned())),
+        u32::MAX => Err(unavailable()),
         milliwatts => Ok(f64::from(milliwatts) / 1000.0),
     }
 }
 
 fn temperature(device: &Device<'_>) -> Result<f64, GpuError> {
     match device.temperature(TemperatureSensor::Gpu)? {
-        u32::MAX => Err(GpuError("not available".to_owned())),
+        u32::MAX => Err(unavailable()),
         degrees => Ok(f64::from(degrees)),
     }
 }

@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use crate::error::CommandError;
 use crate::event::Event;
 
+mod devices;
 mod json;
 mod lines;
 pub mod plan;
@@ -18,6 +19,8 @@ mod progress;
 mod script;
 mod summary;
 mod terminal;
+
+pub use devices::{DevicesView, GpuView, Measurement, devices_text};
 
 /// Reads the events of a run as they happen.
 pub trait EventSink: Send {

@@ -1,2 +1,5 @@
 //! Integration tests: one binary, a module per room.
+
+mod devices;
+mod nvml;
 mod plan;
