@@ -120,6 +120,11 @@ impl TrialOutcome {
     pub fn settles_the_trial(&self) -> bool {
         !matches!(self, Self::KilledByUser | Self::Preempted | Self::Infrastructure { .. })
     }
+
+    /// Whether the user must hear of it: neither a result nor an end from outside.
+    pub fn is_failure(&self) -> bool {
+        !self.is_result() && !matches!(self, Self::KilledByUser | Self::Preempted)
+    }
 }
 
 /// A sentence without its full stop, for the terminal, the log and the tables' footnotes.

@@ -116,9 +116,9 @@ mod tests {
           train  block 256  FSDP + size-based, 2K: crashed with exit code 1
             trials/t256/attempt-1
 
-        Method                 Block size max  Time per epoch (min)  Perplexity
-        FSDP + full_shard                  64                  1:52       85.13
-        FSDP + size-based, 2K             256
+        Block size max  Time per epoch (min)  Perplexity  Method
+                    64                  1:52       85.13  FSDP + full_shard
+                   256                                    FSDP + size-based, 2K
 
         Report: results/gpt2_blocksize/latest/report
         "#);

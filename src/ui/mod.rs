@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use crate::error::CommandError;
 use crate::event::Event;
 
+mod columns;
 mod devices;
 mod json;
 mod lines;
@@ -17,10 +18,12 @@ pub mod plan;
 mod progress;
 #[cfg(test)]
 mod script;
+mod status;
 mod summary;
 mod terminal;
 
 pub use devices::{DevicesView, GpuView, Measurement, devices_text};
+pub use status::{FailureStatus, RowStatus, Standing, StatusView, status_text};
 
 /// Reads the events of a run as they happen.
 pub trait EventSink: Send {

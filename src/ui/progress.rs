@@ -129,12 +129,12 @@ impl Progress {
                 let what = subject(*purpose, *block_size, label, running.as_ref().map_or(0, |running| running.repeat), *attempt);
                 if outcome.is_result() {
                     self.results += 1;
-                } else if is_failure(outcome) {
+                } else if outcome.is_failure() {
                     self.failed.insert(trial.clone(), Failure { what: what.clone(), reason: outcome.to_string(), attempt: *attempt });
                 }
                 // A training that does not fit after all is followed by one at the next smaller block size.
                 if *purpose == Purpose::Train
-                    && (*outcome == TrialOutcome::Done || is_failure(outcome))
+                    && (*outcome == TrialOutcome::Done || outcome.is_failure())
                     && let Some(running) = &running
                 {
                     self.settled.insert(running.configuration.clone());
@@ -253,11 +253,6 @@ impl Running {
         parts.extend(self.phase.clone());
         parts.join(", ")
     }
-}
-
-/// Whether an ending is one that the user must hear of: neither a result nor an end from outside.
-pub(super) fn is_failure(outcome: &TrialOutcome) -> bool {
-    !outcome.is_result() && !matches!(outcome, TrialOutcome::KilledByUser | TrialOutcome::Preempted)
 }
 
 /// What stands in the way of a larger block size, in words.

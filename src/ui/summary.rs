@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use super::columns::{Align, columns};
 use super::progress::Progress;
 use super::{BriefRow, ReportBrief};
 use crate::format;
@@ -39,24 +40,16 @@ fn trials(count: usize) -> String {
     format!("{count} {}", if count == 1 { "trial" } else { "trials" })
 }
 
-/// Table 1 in brief: labels to the left, numbers to the right.
+/// Table 1 in brief. Labels come last: they may be longer than a terminal is wide.
 fn table(rows: &[BriefRow]) -> String {
-    let mut cells = vec![["Method", "Block size max", "Time per epoch (min)", "Perplexity"].map(str::to_owned)];
+    let mut cells = vec![["Block size max", "Time per epoch (min)", "Perplexity", "Method"].map(str::to_owned)];
     cells.extend(rows.iter().map(|row| {
         [
-            row.method.clone(),
             row.block_size_max.map(|size| size.to_string()).unwrap_or_default(),
             row.time_per_epoch_seconds.map(format::minutes).unwrap_or_default(),
             row.perplexity.map(|perplexity| format!("{perplexity:.2}")).unwrap_or_default(),
+            row.method.clone(),
         ]
     }));
-    let width = |column: usize| cells.iter().map(|row| console::measure_text_width(&row[column])).max().unwrap_or(0);
-    let widths = [width(0), width(1), width(2), width(3)];
-    let mut text = String::new();
-    for row in &cells {
-        let method = console::pad_str(&row[0], widths[0], console::Alignment::Left, None);
-        let numbers = [1, 2, 3].map(|column| format!("{:>width$}", row[column], width = widths[column])).join("  ");
-        let _ = writeln!(text, "{}", format!("{method}  {numbers}").trim_end());
-    }
-    text
+    columns([Align::Right, Align::Right, Align::Right, Align::Left], &cells)
 }
