@@ -291,7 +291,12 @@ mod tests {
         let mut child = Command::new("sleep").arg("60").spawn().expect("sleep starts");
         let mut of_child = ProcessTreeSampler::new(child.id());
         let mut of_parent = ProcessTreeSampler::new(std::process::id());
-        let child_bytes = of_child.sample(Duration::ZERO)[0].memory_bytes.expect("resident");
+        // Between fork and exec a child has no memory of its own.
+        let resident = (0..100_000).find_map(|_| {
+            std::thread::yield_now();
+            of_child.sample(Duration::ZERO)[0].memory_bytes.filter(|bytes| *bytes > 0)
+        });
+        let child_bytes = resident.unwrap_or(0);
         let tree_bytes = of_parent.sample(Duration::ZERO)[0].memory_bytes.expect("resident");
         child.kill().expect("killed");
         child.wait().expect("waited for");

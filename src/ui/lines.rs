@@ -77,7 +77,7 @@ mod tests {
     use super::Lines;
     use crate::event::{Event, EventKind};
 
-    /// CASES 8: a failed trial is shown when it fails, with the last lines of its stderr, and named again at the end.
+    /// CASES 8: a failed trial is shown when it fails, with the last lines of its stderr.
     #[test]
     fn a_run_reads_as_plain_lines() {
         let mut output = Vec::new();
@@ -111,10 +111,6 @@ mod tests {
           0:50  stopping  running trials are killed
 
         3 trials done, 1 failed, 0 outstanding, in 1:52
-
-        Failed trials:
-          train  block 256  FSDP + size-based, 2K: crashed with exit code 1
-            trials/t256/attempt-1
 
         Block size max  Time per epoch (min)  Perplexity  Method
                     64                  1:52       85.13  FSDP + full_shard

@@ -1,6 +1,6 @@
 //! What the terminal and the plain lines both know of a run, folded from its events; and how they word it. Pure.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 
 use super::printable;
 use crate::event::{Event, EventKind, LimitedBy};
@@ -19,11 +19,14 @@ pub(super) struct Progress {
     /// Configurations to settle.
     pub(super) configurations: usize,
     settled: BTreeSet<ConfigurationId>,
+    /// Configurations whose block size is searched, as far as events tell: for them running out of memory is an answer.
+    searched: BTreeSet<ConfigurationId>,
+    resumed: bool,
     /// Attempts that ended as a result.
     pub(super) results: usize,
     pub(super) running: Vec<Running>,
-    /// Trials whose last attempt failed, by id.
-    pub(super) failed: BTreeMap<TrialId, Failure>,
+    /// Trials whose last attempt failed.
+    failed: BTreeSet<TrialId>,
     pub(super) ended: Option<Totals>,
     warnings: BTreeSet<(String, String)>,
 }
@@ -34,16 +37,6 @@ pub(super) struct Totals {
     pub(super) done: usize,
     pub(super) failed: usize,
     pub(super) outstanding: usize,
-}
-
-/// A trial that failed.
-#[derive(Debug)]
-pub(super) struct Failure {
-    /// Purpose, block size and label.
-    pub(super) what: String,
-    /// How it ended.
-    pub(super) reason: String,
-    pub(super) attempt: u32,
 }
 
 /// A trial that runs.
@@ -97,6 +90,7 @@ impl Progress {
         match &event.kind {
             EventKind::RunStarted { sweep, run, configurations, resumed } => {
                 self.configurations = *configurations;
+                self.resumed = *resumed;
                 let noun = if *configurations == 1 { "configuration" } else { "configurations" };
                 let verb = if *resumed { "goes on, with" } else { "has" };
                 vec![line(Tone::Plain, "sweep", format!("{sweep}: run {run} {verb} {configurations} {noun}"))]
@@ -104,6 +98,9 @@ impl Progress {
             EventKind::Notice { text } => vec![line(Tone::Note, "note", text)],
             EventKind::TrialStarted { trial, configuration, label, purpose, block_size, repeat, attempt, budget_bytes } => {
                 self.failed.remove(trial);
+                if *purpose == Purpose::Probe {
+                    self.searched.insert(configuration.clone());
+                }
                 self.running.retain(|running| running.trial != *trial);
                 self.running.push(Running {
                     trial: trial.clone(),
@@ -127,21 +124,26 @@ impl Progress {
             EventKind::TrialEnded { trial, label, purpose, block_size, attempt, outcome, seconds, stderr_tail } => {
                 let running = self.running.iter().position(|running| running.trial == *trial).map(|index| self.running.remove(index));
                 let what = subject(*purpose, *block_size, label, running.as_ref().map_or(0, |running| running.repeat), *attempt);
-                if outcome.is_result() {
+                // Where a search was in an earlier run of the same folder, events do not tell; most block sizes are searched.
+                let searched = self.resumed || running.as_ref().is_none_or(|running| self.searched.contains(&running.configuration));
+                let does_not_fit = matches!(outcome, TrialOutcome::OutOfDeviceMemory { .. });
+                let failed = outcome.is_failure() || (does_not_fit && *purpose == Purpose::Train && !searched);
+                if failed {
+                    self.failed.insert(trial.clone());
+                } else if outcome.is_result() {
                     self.results += 1;
-                } else if outcome.is_failure() {
-                    self.failed.insert(trial.clone(), Failure { what: what.clone(), reason: outcome.to_string(), attempt: *attempt });
                 }
                 // A training that does not fit after all is followed by one at the next smaller block size.
                 if *purpose == Purpose::Train
-                    && (*outcome == TrialOutcome::Done || outcome.is_failure())
+                    && (failed || *outcome == TrialOutcome::Done)
                     && let Some(running) = &running
                 {
                     self.settled.insert(running.configuration.clone());
                 }
-                ended(*purpose, outcome, &what, *seconds, running.as_ref(), stderr_tail)
+                ended(*purpose, outcome, failed, &what, *seconds, running.as_ref(), stderr_tail)
             }
             EventKind::BlockSizeFound { configuration, label, block_size, limited_by } => {
+                self.searched.insert(configuration.clone());
                 let limit = limited_by_words(*limited_by);
                 match block_size {
                     Some(block_size) => {
@@ -275,7 +277,15 @@ fn subject(purpose: Purpose, block_size: usize, label: &str, repeat: u32, attemp
     format!("{purpose}  block {block_size}{repeat}{attempt}  {label}").trim_end().to_owned()
 }
 
-fn ended(purpose: Purpose, outcome: &TrialOutcome, what: &str, seconds: f64, running: Option<&Running>, stderr_tail: &str) -> Vec<Line> {
+fn ended(
+    purpose: Purpose,
+    outcome: &TrialOutcome,
+    failed: bool,
+    what: &str,
+    seconds: f64,
+    running: Option<&Running>,
+    stderr_tail: &str,
+) -> Vec<Line> {
     let took = format::minutes(seconds);
     match outcome {
         TrialOutcome::Done if purpose == Purpose::Probe => vec![line(Tone::Good, "fits", format!("{what}  ({took})"))],
@@ -285,7 +295,7 @@ fn ended(purpose: Purpose, outcome: &TrialOutcome, what: &str, seconds: f64, run
                 .map_or(String::new(), |evaluation| format!(", perplexity {:.2}", evaluation.perplexity.0));
             vec![line(Tone::Good, "done", format!("{what}  ({took}{measured})"))]
         }
-        TrialOutcome::OutOfDeviceMemory { .. } => vec![line(Tone::Quiet, "no fit", format!("{what}  ({took}): {outcome}"))],
+        TrialOutcome::OutOfDeviceMemory { .. } if !failed => vec![line(Tone::Quiet, "no fit", format!("{what}  ({took}): {outcome}"))],
         TrialOutcome::KilledByUser | TrialOutcome::Preempted => vec![line(Tone::Note, "stopped", format!("{what}  ({took}): {outcome}"))],
         _ => {
             let mut lines = vec![line(Tone::Bad, "FAILED", format!("{what}  ({took}): {outcome}"))];

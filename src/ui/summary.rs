@@ -1,4 +1,5 @@
-//! The end of a run in words: what was done, every failed trial once more, table 1 in brief, and where the report lies. Pure.
+//! The end of a run in words: what was done, table 1 in brief, and where the report lies. Failed trials are named again by the error that `sweep run`
+//! ends with, since those of an earlier run of the same folder count too. Pure.
 
 use std::fmt::Write as _;
 
@@ -20,12 +21,6 @@ pub(super) fn summary(progress: &Progress, report: Option<&ReportBrief>) -> Stri
             totals.outstanding,
             format::minutes(took)
         );
-    }
-    if !progress.failed.is_empty() {
-        text.push_str("\nFailed trials:\n");
-        for (trial, failure) in &progress.failed {
-            let _ = writeln!(text, "  {}: {}\n    trials/{trial}/attempt-{}", failure.what, failure.reason, failure.attempt);
-        }
     }
     if let Some(report) = report {
         if !report.rows.is_empty() {

@@ -3,3 +3,4 @@
 mod devices;
 mod nvml;
 mod plan;
+mod ui;
