@@ -7,10 +7,11 @@ pub(crate) fn exp(x: f32) -> f32 {
     // ln 2 in two parts, so that `x - n ln 2` is exact enough.
     const LN_2_HIGH: f32 = 0.693_359_4;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
-    // Adding and subtracting 1.5 * 2^23 rounds to an integer.
+    // Adding 1.5 * 2^23 rounds to an integer, which then stands in the lowest bits.
     const ROUND: f32 = 12_582_912.0;
     let clamped = x.clamp(-87.3, 88.3);
-    let n = (clamped * LOG2_E + ROUND) - ROUND;
+    let shifted = clamped * LOG2_E + ROUND;
+    let n = shifted - ROUND;
     let r = (clamped - n * LN_2_HIGH) - n * LN_2_LOW;
     let mut p = 1.987_569_2e-4;
     p = p * r + 1.398_2e-3;
@@ -19,7 +20,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     p = p * r + 1.666_666_5e-1;
     p = p * r + 5.000_000_1e-1;
     let value = (p * r * r + r) + 1.0;
-    let scale = f32::from_bits(((n as i32 + 127) as u32) << 23);
+    let scale = f32::from_bits(shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23);
     let result = value * scale;
     if x < -87.3 { 0.0 } else { result }
 }
