@@ -64,7 +64,10 @@ pub fn resolve(settings: &ModelSettings, data_vocab: usize, hub: &Hub) -> Result
         Place::Preset(preset) => preset.config(data_vocab),
         Place::Folder(folder) => model_config::read(&folder.join(CONFIG))?,
         Place::File(file) => model_config::read(&file.with_file_name(CONFIG))?,
-        Place::Hub(repository) => model_config::read(&hub.fetch(repository, &hub.list(repository)?, CONFIG)?)?,
+        Place::Hub(repository) => {
+            let fetched = hub.list(repository).and_then(|listing| hub.fetch(repository, &listing, CONFIG));
+            model_config::read(&with_hints(fetched, || model_hints(repository, hub))?)?
+        }
     };
     model_config::apply(&mut config, &settings.config)?;
     if config.vocab_size < data_vocab {
@@ -73,7 +76,7 @@ pub fn resolve(settings: &ModelSettings, data_vocab: usize, hub: &Hub) -> Result
     let (weights, fingerprint) = match settings.init {
         Init::Random => (None, None),
         Init::Pretrained => {
-            let (weights, files) = find_weights(&place, &settings.id, hub)?;
+            let (weights, files) = find_weights(&place, settings, hub)?;
             (Some(weights), Some(fingerprint(&files)?))
         }
     };
@@ -182,7 +185,7 @@ fn missing(what: &str, source: &str) -> DataError {
 }
 
 /// The weights (a file, or the folder of an index) and all files they consist of, in order.
-fn find_weights(place: &Place, id: &str, hub: &Hub) -> Result<(PathBuf, Vec<PathBuf>), DataError> {
+fn find_weights(place: &Place, settings: &ModelSettings, hub: &Hub) -> Result<(PathBuf, Vec<PathBuf>), DataError> {
     match place {
         Place::File(file) => Ok((file.clone(), vec![file.clone()])),
         Place::Folder(folder) => {
@@ -192,7 +195,7 @@ fn find_weights(place: &Place, id: &str, hub: &Hub) -> Result<(PathBuf, Vec<Path
             }
             let index = folder.join(WEIGHTS_INDEX);
             if !index.is_file() {
-                return Err(no_safetensors(id, &folder.display().to_string()));
+                return Err(no_safetensors(&settings.id, &folder.display().to_string()));
             }
             let shards = shards(&index)?.into_iter().map(|shard| folder.join(shard)).collect::<Vec<_>>();
             match shards.iter().find(|shard| !shard.is_file()) {
@@ -206,16 +209,15 @@ fn find_weights(place: &Place, id: &str, hub: &Hub) -> Result<(PathBuf, Vec<Path
         }
         Place::Preset(Preset { hub_id: None, .. }) => Err(DataError::BadSetting {
             setting: "model.init",
-            reason: format!("{id} was never trained, there are no pretrained weights"),
+            reason: format!("{} was never trained, there are no pretrained weights", settings.id),
             hint: Some("write init = \"random\"".to_owned()),
         }),
-        Place::Preset(Preset { hub_id: Some(hub_id), .. }) => weights_on_hub(&Repository::model(hub_id, None), hub),
+        Place::Preset(Preset { hub_id: Some(hub_id), .. }) => weights_on_hub(&Repository::model(hub_id, settings.revision.as_deref()), hub),
         Place::Hub(repository) => weights_on_hub(repository, hub),
     }
 }
 
 fn weights_on_hub(repository: &Repository, hub: &Hub) -> Result<(PathBuf, Vec<PathBuf>), DataError> {
-    let place = hub.place(repository);
     let found = (|| {
         let listing = hub.list(repository)?;
         let has = |name: &str| listing.files.iter().any(|file| file == name);
@@ -230,12 +232,14 @@ fn weights_on_hub(repository: &Repository, hub: &Hub) -> Result<(PathBuf, Vec<Pa
         let file = hub.fetch(repository, &listing, WEIGHTS)?;
         Ok((file.clone(), vec![file]))
     })();
-    with_hints(found, || {
-        vec![
-            format!("put its {CONFIG} and {WEIGHTS} into {}", place.display()),
-            "or name a folder on disk: --set 'model.id=\"path/to/folder\"', or start from random weights: --set 'model.init=\"random\"'".to_owned(),
-        ]
-    })
+    with_hints(found, || model_hints(repository, hub))
+}
+
+fn model_hints(repository: &Repository, hub: &Hub) -> Vec<String> {
+    vec![
+        format!("put its {CONFIG} and {WEIGHTS} into {}", hub.place(repository).display()),
+        "or name a folder on disk: --set 'model.id=\"path/to/folder\"', or a preset with random weights: --set 'model.init=\"random\"'".to_owned(),
+    ]
 }
 
 fn no_safetensors(id: &str, place: &str) -> DataError {
@@ -315,5 +319,180 @@ impl Preset {
     fn config(&self, data_vocab: usize) -> Gpt2Config {
         let [n_layer, n_embd, n_head] = self.sizes;
         Gpt2Config { n_layer, n_embd, n_head, vocab_size: self.vocab_size.unwrap_or(data_vocab), ..model_config::GPT2_DEFAULTS }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use safetensors::Dtype;
+    use safetensors::tensor::TensorView;
+
+    use super::*;
+    use crate::spec::settings::{AttnImplementation, ModelConfigOverrides};
+
+    fn settings(id: &str, init: Init) -> ModelSettings {
+        ModelSettings {
+            id: id.to_owned(),
+            init,
+            revision: None,
+            trainable: None,
+            attn_implementation: AttnImplementation::Auto,
+            config: ModelConfigOverrides::default(),
+        }
+    }
+
+    fn no_hub() -> Hub {
+        Hub::new("/nowhere/hf", "http://127.0.0.1:1", None, true)
+    }
+
+    fn gpt2(resolved: ResolvedModel) -> Gpt2Config {
+        let Architecture::Gpt2(config) = resolved.architecture;
+        config
+    }
+
+    fn weights(path: &Path, value: u8) {
+        let data = [value; 16];
+        let view = TensorView::new(Dtype::F32, vec![2, 2], &data).unwrap();
+        std::fs::write(path, safetensors::serialize([("wte.weight", view)], None).unwrap()).unwrap();
+    }
+
+    const V5: &str = r#"{"model_type": "gpt2", "dtype": "float32", "n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": 128, "vocab_size": 1024,
+        "n_inner": null, "layer_norm_epsilon": 1e-05, "resid_pdrop": 0.1, "activation_function": "gelu_new", "tie_word_embeddings": true}"#;
+
+    /// Parameter counts are those of transformers (`param_counts` of published models): the sizes are right.
+    #[test]
+    fn presets_have_the_published_sizes() {
+        let count = |id: &str, vocab: usize| {
+            let Gpt2Config { vocab_size, n_positions, n_embd, n_layer, .. } = gpt2(resolve(&settings(id, Init::Random), vocab, &no_hub()).unwrap());
+            vocab_size * n_embd + n_positions * n_embd + n_layer * (12 * n_embd * n_embd + 13 * n_embd) + 2 * n_embd
+        };
+        assert_eq!(count("gpt2", 1024), 124_439_808);
+        assert_eq!(count("gpt2-medium", 1024), 354_823_168);
+        assert_eq!(count("gpt2-large", 1024), 774_030_080);
+        assert_eq!(count("gpt2-xl", 1024), 1_557_611_200);
+        assert_eq!(gpt2(resolve(&settings("gpt2-tiny", Init::Random), 777, &no_hub()).unwrap()).vocab_size, 777);
+    }
+
+    #[test]
+    fn overrides_belong_to_random_weights() {
+        let mut model = settings("gpt2-tiny", Init::Random);
+        model.config = ModelConfigOverrides {
+            n_layer: Some(2),
+            n_embd: Some(64),
+            n_head: Some(2),
+            vocab_size: Some(2000),
+            dropout: Some(0.1),
+            ..Default::default()
+        };
+        let config = gpt2(resolve(&model, 1024, &no_hub()).unwrap());
+        assert_eq!(
+            (config.n_layer, config.n_embd, config.n_head, config.n_positions, config.vocab_size, config.dropout),
+            (2, 64, 2, 1024, 2000, 0.1)
+        );
+        model.config.n_head = Some(5);
+        assert_eq!(resolve(&model, 1024, &no_hub()).unwrap_err().to_string(), "model.config: n_embd = 64 does not divide into n_head = 5 heads");
+        model.config = ModelConfigOverrides { vocab_size: Some(1000), ..Default::default() };
+        assert_eq!(
+            resolve(&model, 1024, &no_hub()).unwrap_err().to_string(),
+            "the data has token ids up to 1023, but model gpt2-tiny has a vocabulary of 1000"
+        );
+        model.init = Init::Pretrained;
+        let error = resolve(&model, 1024, &no_hub()).unwrap_err();
+        assert_eq!(error.to_string(), "model.config: pretrained weights fix the model's sizes, overrides would not fit them");
+        let error = resolve(&settings("gpt2-tiny", Init::Pretrained), 1024, &no_hub()).unwrap_err();
+        assert_eq!(error.to_string(), "model.init: gpt2-tiny was never trained, there are no pretrained weights");
+    }
+
+    #[test]
+    fn folders_and_files_are_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let id = folder.path().display().to_string();
+        std::fs::write(path("config.json"), V5).unwrap();
+        let error = resolve(&settings(&id, Init::Pretrained), 1024, &no_hub()).unwrap_err().to_string();
+        assert_eq!(error, format!("model.safetensors of model {id} is not there: {id} has neither it nor model.safetensors.index.json"));
+        weights(&path("model.safetensors"), 1);
+        let single = resolve(&settings(&id, Init::Pretrained), 1024, &no_hub()).unwrap();
+        assert_eq!(single.weights, Some(path("model.safetensors")));
+        let Architecture::Gpt2(config) = &single.architecture;
+        assert_eq!((config.n_embd, config.n_inner, config.dropout), (64, None, 0.0));
+        let file = path("model.safetensors").display().to_string();
+        assert_eq!(resolve(&settings(&file, Init::Pretrained), 1024, &no_hub()).unwrap(), single);
+        weights(&path("model.safetensors"), 2);
+        assert_ne!(resolve(&settings(&id, Init::Pretrained), 1024, &no_hub()).unwrap().fingerprint, single.fingerprint);
+        // With random weights they are not even looked at.
+        let random = resolve(&settings(&id, Init::Random), 1024, &no_hub()).unwrap();
+        assert_eq!((random.weights, random.fingerprint), (None, None));
+    }
+
+    #[test]
+    fn shards_are_all_needed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let id = folder.path().display().to_string();
+        std::fs::write(path("config.json"), V5).unwrap();
+        std::fs::write(path("model.safetensors.index.json"), r#"{"weight_map": {"b": "b.safetensors", "a": "a.safetensors", "c": "b.safetensors"}}"#)
+            .unwrap();
+        weights(&path("a.safetensors"), 1);
+        let error = resolve(&settings(&id, Init::Pretrained), 1024, &no_hub()).unwrap_err().to_string();
+        assert_eq!(error, format!("weights file {id}/b.safetensors is not there: {id}/model.safetensors.index.json names it"));
+        weights(&path("b.safetensors"), 2);
+        let resolved = resolve(&settings(&id, Init::Pretrained), 1024, &no_hub()).unwrap();
+        assert_eq!(resolved.weights.as_deref(), Some(folder.path()));
+        let good = std::fs::read(path("b.safetensors")).unwrap();
+        std::fs::write(path("b.safetensors"), &good[..good.len() - 1]).unwrap();
+        let error = resolve(&settings(&id, Init::Pretrained), 1024, &no_hub()).unwrap_err().to_string();
+        assert!(error.contains("b.safetensors is not a safetensors file: it should have") && error.contains("not copied whole"), "{error}");
+        std::fs::write(path("b.safetensors"), b"hello").unwrap();
+        assert!(resolve(&settings(&id, Init::Pretrained), 1024, &no_hub()).unwrap_err().to_string().ends_with("it is shorter than a header"));
+        std::fs::write(path("model.safetensors.index.json"), r#"{"weight_map": {"b": "../b.safetensors"}}"#).unwrap();
+        assert!(resolve(&settings(&id, Init::Pretrained), 1024, &no_hub()).unwrap_err().to_string().contains("leads out of its folder"));
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_refused_by_name() {
+        let message = |id: &str| resolve(&settings(id, Init::Pretrained), 1024, &no_hub()).unwrap_err().to_string();
+        assert_eq!(message("llama-2-7b"), "model.id: llama-2-7b is a Llama model, and training Llama is not built yet");
+        assert_eq!(message("./models/mine"), "model ./models/mine is not there: there is no such file or folder");
+        assert_eq!(message("distilgpt2"), "model distilgpt2 is not in the cache and cannot be fetched: HF_HUB_OFFLINE is set");
+        let folder = tempfile::tempdir().unwrap();
+        let config = folder.path().join("config.json");
+        let id = folder.path().display().to_string();
+        for (from, to, expected) in [
+            ("gpt2", "llama", "is a Llama model"),
+            ("gpt2", "opt", "model_type \"opt\" is not one that sweep trains (gpt2)"),
+            ("gelu_new", "relu", "activation_function is not gelu_new, which this trainer cannot do"),
+            ("\"n_head\": 2", "\"n_head\": 3", "n_embd = 64 does not divide into n_head = 3 heads"),
+            ("\"n_layer\": 2", "\"n_layer\": \"2\"", "invalid type: string"),
+            ("{", "", "is not a model configuration that can be used"),
+        ] {
+            std::fs::write(&config, V5.replacen(from, to, 1)).unwrap();
+            assert!(message(&id).contains(expected), "{} / {expected}", message(&id));
+        }
+    }
+
+    #[test]
+    fn tokenizers_are_found_where_models_and_settings_say() {
+        let folder = tempfile::tempdir().unwrap();
+        let id = folder.path().display().to_string();
+        let own = |id: &str| own_tokenizer(&settings(id, Init::Random), &no_hub());
+        assert_eq!(
+            own("gpt2-tiny").unwrap_err().to_string(),
+            "tokenizer (data.tokenizer is not set) is not there: model gpt2-tiny has none of its own"
+        );
+        assert_eq!(
+            own(&id).unwrap_err().to_string(),
+            format!("tokenizer (data.tokenizer is not set) is not there: model folder {id} has no tokenizer.json")
+        );
+        let error = own("gpt2").unwrap_err();
+        assert_eq!(error.to_string(), "model openai-community/gpt2 is not in the cache and cannot be fetched: HF_HUB_OFFLINE is set");
+        assert_eq!(error.hints()[0], "put its tokenizer.json at /nowhere/hf/hub/models--openai-community--gpt2/snapshots/main/tokenizer.json");
+        let path = folder.path().join("tokenizer.json");
+        std::fs::write(&path, "{}").unwrap();
+        assert_eq!(own(&id).unwrap(), path);
+        assert_eq!(find_tokenizer(&id, None, &no_hub()).unwrap(), path);
+        assert_eq!(find_tokenizer(&path.display().to_string(), None, &no_hub()).unwrap(), path);
+        let error = find_tokenizer("no/tokenizer.json", None, &no_hub()).unwrap_err();
+        assert_eq!(error.to_string(), "tokenizer no/tokenizer.json is not there: there is no such file or folder");
     }
 }

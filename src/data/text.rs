@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
+use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use parquet::schema::types::Type;
@@ -89,15 +90,17 @@ impl Text {
     }
 
     fn push_parquet(&mut self, what: &str, path: &Path) -> Result<(), DataError> {
-        let malformed = |error: parquet::errors::ParquetError| DataError::Malformed {
-            path: path.to_owned(),
-            expected: "a parquet file",
-            reason: error.to_string(),
-        };
         if path.is_dir() {
             return Err(DataError::Folder { what: what.to_owned(), path: path.to_owned() });
         }
         let file = File::open(path).map_err(|error| DataError::Unreadable { what: what.to_owned(), path: path.to_owned(), error })?;
+        // The reader panics on some damaged files; to the user that is one more way of being damaged.
+        let read = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.push_parquet_rows(file, path)));
+        read.unwrap_or_else(|_| Err(malformed_parquet(path, "its contents are damaged")))
+    }
+
+    fn push_parquet_rows(&mut self, file: File, path: &Path) -> Result<(), DataError> {
+        let malformed = |error: ParquetError| malformed_parquet(path, error);
         let reader = SerializedFileReader::new(file).map_err(malformed)?;
         let schema = reader.metadata().file_metadata().schema();
         let Some(column) = schema.get_fields().iter().find(|field| field.name() == "text") else {
@@ -109,26 +112,20 @@ impl Text {
             match row.map_err(malformed)?.get_column_iter().next() {
                 Some((_, Field::Str(row))) => self.push_row(row),
                 Some((_, Field::Null)) => self.push_row(""),
-                Some((_, Field::Bytes(bytes))) => {
-                    let reason = "column `text` holds bytes that are not marked as UTF-8 text";
-                    let row = std::str::from_utf8(bytes.data()).map_err(|_| DataError::Malformed {
-                        path: path.to_owned(),
-                        expected: "a parquet file",
-                        reason: reason.to_owned(),
-                    })?;
-                    self.push_row(row);
-                }
-                _ => {
-                    return Err(DataError::Malformed {
-                        path: path.to_owned(),
-                        expected: "a parquet file of text",
-                        reason: format!("column `text` is {}", column_type(column)),
-                    });
-                }
+                // Some writers do not mark text as text.
+                Some((_, Field::Bytes(bytes))) => match std::str::from_utf8(bytes.data()) {
+                    Ok(row) => self.push_row(row),
+                    Err(_) => return Err(malformed_parquet(path, "column `text` holds bytes that are not UTF-8 text")),
+                },
+                _ => return Err(malformed_parquet(path, format!("column `text` is {} and not text", column_type(column)))),
             }
         }
         Ok(())
     }
+}
+
+fn malformed_parquet(path: &Path, reason: impl ToString) -> DataError {
+    DataError::Malformed { path: path.to_owned(), expected: "a parquet file", reason: reason.to_string() }
 }
 
 /// What a file's name says it is.

@@ -13,7 +13,10 @@ use sha2::{Digest, Sha256};
 use super::error::{DataError, read_file};
 use crate::store;
 
-/// Value of `format` in the metadata of our own files; raised when their meaning changes.
+/// Key of the metadata of our own files. One key alone: a map of several would be written in another order every time.
+const KEY: &str = "sweep";
+
+/// Start of its value, before the digest of the contents; raised when their meaning changes.
 const FORMAT: &str = "sweep-tokens-1";
 
 /// Tokens of one split.
@@ -62,7 +65,7 @@ pub(crate) fn sha256(bytes: &[u8]) -> String {
 pub(crate) fn write(path: &Path, tokens: &Tokens) -> Result<String, DataError> {
     let (ids, ends) = (tokens.id_bytes(), tokens.end_bytes());
     let digest = digest(&ids, &ends);
-    let metadata = HashMap::from([("format".to_owned(), FORMAT.to_owned()), ("sha256".to_owned(), digest.clone())]);
+    let metadata = HashMap::from([(KEY.to_owned(), format!("{FORMAT} {digest}"))]);
     let view = |dtype, length, bytes| TensorView::new(dtype, vec![length], bytes).map_err(|error| malformed(path, error));
     let mut tensors = vec![("tokens", view(Dtype::U32, tokens.ids.len(), &ids)?)];
     if !tokens.document_ends.is_empty() {
@@ -85,11 +88,10 @@ pub(crate) fn is_ours(path: &Path) -> Result<bool, DataError> {
 pub(crate) fn read(path: &Path) -> Result<Tokens, DataError> {
     let bytes = read_file("the tokens", path)?;
     let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|error| malformed(path, error))?;
-    let metadata = header.metadata().as_ref();
-    let entry = |key| metadata.and_then(|metadata| metadata.get(key)).map(String::as_str);
-    if entry("format") != Some(FORMAT) {
+    let entry = header.metadata().as_ref().and_then(|metadata| metadata.get(KEY)).and_then(|entry| entry.split_once(' '));
+    let Some((FORMAT, expected)) = entry else {
         return Err(malformed(path, "its format is another one"));
-    }
+    };
     let tensors = SafeTensors::deserialize(&bytes).map_err(|error| malformed(path, error))?;
     let ids = tensors.tensor("tokens").map_err(|error| malformed(path, error))?;
     let ends = tensors.tensor("document_ends").ok();
@@ -97,7 +99,7 @@ pub(crate) fn read(path: &Path) -> Result<Tokens, DataError> {
         return Err(malformed(path, "its tensors have other types"));
     }
     let end_bytes = ends.as_ref().map_or(&[][..], TensorView::data);
-    if entry("sha256") != Some(&digest(ids.data(), end_bytes)) {
+    if expected != digest(ids.data(), end_bytes) {
         return Err(malformed(path, "its contents are damaged"));
     }
     let ids: Vec<u32> = ids.data().chunks_exact(4).map(|bytes| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])).collect();

@@ -1,5 +1,6 @@
 //! Integration tests: one binary, a module per room.
 
+mod data;
 mod devices;
 mod nvml;
 mod plan;
