@@ -12,7 +12,13 @@ use serde::{Deserialize, Serialize};
 use crate::protocol::{PreparedData, Timestamp};
 use crate::spec::plan::{BlockSizeSearch, Limits, ReportSettings, Row};
 use crate::spec::settings::Settings;
-use crate::trial::{ConfigurationId, Purpose, TrialId};
+use crate::trial::{ConfigurationId, Purpose, TrialId, TrialOutcome};
+
+mod runs;
+mod state;
+
+pub use runs::{RunLock, check_writable, choose_run, create_run, newest_run};
+pub use state::{BlockSizeResult, RunState, TrialState};
 
 /// Version of the results folder. Readers refuse a higher one by name.
 pub const FORMAT_VERSION: u32 = 1;
@@ -98,6 +104,26 @@ pub struct TrialRecord {
     pub repeat: u32,
     /// All resolved parameters.
     pub settings: Settings,
+}
+
+/// `outcome.json`: how an attempt ended, as the run classified it. With it a trial's folder says by itself whether the trial is finished, whatever
+/// became of `events.jsonl`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttemptRecord {
+    /// Which trial.
+    pub trial: TrialId,
+    /// Which attempt, from 1.
+    pub attempt: u32,
+    /// When it was assigned.
+    pub started_at: Timestamp,
+    /// Seconds it ran.
+    pub seconds: f64,
+    /// How it ended.
+    #[serde(flatten)]
+    pub outcome: TrialOutcome,
+    /// Last lines of stderr, for trials that failed.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub stderr_tail: String,
 }
 
 /// A file of the results folder could not be read or written.
@@ -198,9 +224,13 @@ impl AttemptFolder {
     pub fn telemetry(&self) -> PathBuf {
         self.0.join("telemetry.csv")
     }
-    /// How it ended.
+    /// What it measured, and how it says that it ended.
     pub fn result(&self) -> PathBuf {
         self.0.join("result.json")
+    }
+    /// How the run classified its end: an [`AttemptRecord`].
+    pub fn outcome(&self) -> PathBuf {
+        self.0.join("outcome.json")
     }
 }
 
@@ -249,19 +279,24 @@ pub struct JsonLines {
 }
 
 impl JsonLines {
-    /// Opens `path` for appending. A torn last line of an earlier writer is ended first, so that nothing is glued to it.
+    /// Opens `path` for appending. What an earlier writer left half written is completed where only its newline is missing, and cut off otherwise, so that
+    /// nothing is ever glued to it.
     ///
     /// # Errors
     /// The operating system refused.
     pub fn append_to(path: &Path) -> Result<Self, StoreError> {
-        let torn = match fs::read(path) {
-            Ok(contents) => !contents.is_empty() && !contents.ends_with(b"\n"),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+        let contents = match fs::read(path) {
+            Ok(contents) => contents,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(io_error("read", path)(error)),
         };
         let mut file = OpenOptions::new().create(true).append(true).open(path).map_err(io_error("write", path))?;
-        if torn {
+        let whole = contents.iter().rposition(|byte| *byte == b'\n').map_or(0, |newline| newline + 1);
+        let tail = &contents[whole..];
+        if serde_json::from_slice::<serde::de::IgnoredAny>(tail).is_ok() {
             file.write_all(b"\n").map_err(io_error("write", path))?;
+        } else if !tail.is_empty() {
+            file.set_len(whole as u64).map_err(io_error("write", path))?;
         }
         Ok(Self { path: path.to_owned(), file })
     }
@@ -290,7 +325,8 @@ impl JsonLines {
 pub struct JsonLinesContents<T> {
     /// Records in order.
     pub records: Vec<T>,
-    /// Line number (from 1) and reason of each unreadable line. A torn last line without its newline is not counted: its writer was cut off.
+    /// Line number (from 1) and reason of each unreadable line. A torn last line without its newline is not counted: its writer was cut off. Nor is a
+    /// record of a kind that only newer versions know.
     pub unreadable: Vec<(usize, String)>,
 }
 
@@ -313,8 +349,68 @@ pub fn read_json_lines<T: DeserializeOwned>(path: &Path) -> Result<JsonLinesCont
         match serde_json::from_slice(line) {
             Ok(record) => found.records.push(record),
             Err(_) if !whole => {}
+            Err(error) if error.to_string().starts_with("unknown variant") => {}
             Err(error) => found.unreadable.push((index + 1, error.to_string())),
         }
     }
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::event::{Event, EventKind};
+
+    fn notice(text: &str) -> Event {
+        Event { at: Timestamp::now(), kind: EventKind::Notice { text: text.to_owned() } }
+    }
+
+    fn texts(path: &Path) -> Vec<String> {
+        let contents = read_json_lines::<Event>(path).unwrap();
+        assert_eq!(contents.unreadable, [], "nothing may be unreadable");
+        let text = |event| match event {
+            Event { kind: EventKind::Notice { text }, .. } => text,
+            other => panic!("{other:?}"),
+        };
+        contents.records.into_iter().map(text).collect()
+    }
+
+    /// Case 5: the last record cut at every byte.
+    #[test]
+    fn a_torn_tail_is_never_glued_to_the_next_record() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let mut lines = JsonLines::append_to(&path).unwrap();
+        lines.push(&notice("first")).unwrap();
+        let kept = fs::metadata(&path).unwrap().len();
+        lines.push(&notice("second")).unwrap();
+        let whole = fs::read(&path).unwrap();
+        for length in kept as usize..=whole.len() {
+            fs::write(&path, &whole[..length]).unwrap();
+            let second_survives = length + 1 >= whole.len();
+            assert_eq!(texts(&path).len(), if second_survives { 2 } else { 1 }, "read when cut at {length}");
+            JsonLines::append_to(&path).unwrap().push(&notice("third")).unwrap();
+            let expected: &[&str] = if second_survives { &["first", "second", "third"] } else { &["first", "third"] };
+            assert_eq!(texts(&path), expected, "cut at {length}");
+        }
+    }
+
+    /// Case 5: a damaged record in the middle is reported with its line, one of a kind that only newer versions know is skipped.
+    #[test]
+    fn a_damaged_record_in_the_middle_is_reported_with_its_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("events.jsonl");
+        let line = |text: &str| serde_json::to_string(&notice(text)).unwrap();
+        let newer = r#"{"at":"2026-01-01T00:00:00.000Z","kind":"of_the_future","text":"x"}"#;
+        fs::write(&path, format!("{}\n{newer}\n{{\"at\":\n\n{}\n", line("first"), line("second"))).unwrap();
+        let contents = read_json_lines::<Event>(&path).unwrap();
+        assert_eq!(contents.records.len(), 2);
+        assert_eq!(contents.unreadable.iter().map(|(line, _)| *line).collect::<Vec<_>>(), [3]);
+    }
+
+    #[test]
+    fn errors_name_the_path() {
+        let error = write_whole(Path::new("/proc/no-such-folder/file"), b"x").unwrap_err();
+        assert!(error.to_string().starts_with("cannot write /proc/no-such-folder/file: "), "{error}");
+    }
 }

@@ -56,7 +56,8 @@ pub enum TrialOutcome {
     OutOfHostMemory,
     /// No progress for `stall_timeout` (or `startup_timeout` before the first step).
     Stalled {
-        /// Seconds without progress.
+        /// Seconds without progress. Records that an outcome is part of have `seconds` of their own.
+        #[serde(rename = "after_seconds")]
         seconds: f64,
         /// The last phase the child named.
         phase: Option<String>,
@@ -64,6 +65,7 @@ pub enum TrialOutcome {
     /// Took longer than `trial_timeout`.
     TimedOut {
         /// Seconds it ran.
+        #[serde(rename = "after_seconds")]
         seconds: f64,
     },
     /// The loss became NaN or infinite.
@@ -184,6 +186,8 @@ fn signal_name(signal: i32) -> String {
 pub struct AttemptEnding {
     /// Why the child could not be started, if so.
     pub spawn_error: Option<String>,
+    /// Whether it said that it runs, by any message of the protocol.
+    pub started: bool,
     /// Exit code, if it exited.
     pub exit_code: Option<i32>,
     /// Signal, if one ended it.
@@ -280,16 +284,196 @@ pub fn classify(ending: &AttemptEnding) -> TrialOutcome {
             _ => TrialOutcome::Failed { reason: said() },
         },
         (_, Some(9)) if ending.kernel_oom_kill => TrialOutcome::OutOfHostMemory,
-        (code, signal) => {
-            if FOREIGN_OUT_OF_MEMORY.iter().any(|text| ending.stderr_tail.contains(text)) {
-                TrialOutcome::OutOfDeviceMemory { details: None }
-            } else {
-                TrialOutcome::Crashed { code, signal }
-            }
+        // The `oom` message is the last a child writes: however it went down afterwards, that is why.
+        _ if ending.out_of_memory.is_some() => TrialOutcome::OutOfDeviceMemory { details: ending.out_of_memory.clone() },
+        _ if FOREIGN_OUT_OF_MEMORY.iter().any(|text| ending.stderr_tail.contains(text)) => TrialOutcome::OutOfDeviceMemory { details: None },
+        // Whatever ends a child before its first word has nothing to do with what it was asked: a library that is missing, a binary for another
+        // processor.
+        (code, signal) if !ending.started => {
+            TrialOutcome::Infrastructure { reason: format!("{} before its first message: {}", TrialOutcome::Crashed { code, signal }, said()) }
         }
+        (code, signal) => TrialOutcome::Crashed { code, signal },
     }
 }
 
 fn last_line(text: &str) -> String {
     text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("it gave no reason").trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::protocol::{DataCounts, PROTOCOL, Timing};
+
+    fn result(ending: TrialEnding) -> Option<Result<TrialResult, String>> {
+        Some(Ok(TrialResult {
+            protocol: PROTOCOL,
+            trial: TrialId("t".into()),
+            ending,
+            optimizer_steps: 1,
+            skipped_steps: 0,
+            tokens_seen: 1,
+            evaluation: None,
+            evaluation_common: None,
+            timing: Timing::default(),
+            peak_bytes: vec![],
+            host_bytes: vec![],
+            parameters: 1,
+            data: DataCounts::default(),
+            warnings: vec![],
+        }))
+    }
+
+    fn oom() -> OutOfMemory {
+        OutOfMemory { rank: 2, requested_bytes: 3 << 20, in_use_bytes: 1 << 30, budget_bytes: 1 << 30, phase: "forward".into() }
+    }
+
+    fn ended(code: Option<i32>, signal: Option<i32>) -> AttemptEnding {
+        AttemptEnding { started: true, exit_code: code, signal, seconds: 2.0, ..AttemptEnding::default() }
+    }
+
+    /// Every row is one way to end; cases 16, 17 and 19 are among them.
+    #[test]
+    fn every_ending_has_its_outcome() {
+        let text = |reason: &str| reason.to_owned();
+        let table: Vec<(&str, AttemptEnding, TrialOutcome)> = vec![
+            (
+                "exec fails",
+                AttemptEnding { spawn_error: Some(text("no such file")), ..AttemptEnding::default() },
+                TrialOutcome::Infrastructure { reason: text("no such file") },
+            ),
+            ("done", AttemptEnding { result: result(TrialEnding::Done), ..ended(Some(0), None) }, TrialOutcome::Done),
+            (
+                "done while it was asked to end",
+                AttemptEnding { result: result(TrialEnding::Done), ended_by: Some(EndedBy::User), ..ended(Some(0), None) },
+                TrialOutcome::Done,
+            ),
+            (
+                "exit 0, \"out of memory\" in its log",
+                AttemptEnding { result: result(TrialEnding::Done), stderr_tail: text("CUDA out of memory, retrying"), ..ended(Some(0), None) },
+                TrialOutcome::Done,
+            ),
+            ("exit 0 without a result", ended(Some(0), None), TrialOutcome::ProtocolBroken { reason: text("exit code 0 without a result.json") }),
+            (
+                "exit 0, result damaged",
+                AttemptEnding { result: Some(Err(text("EOF"))), ..ended(Some(0), None) },
+                TrialOutcome::ProtocolBroken { reason: text("exit code 0, but its result.json cannot be read: EOF") },
+            ),
+            (
+                "exit 0, result says failed",
+                AttemptEnding { result: result(TrialEnding::Failed { reason: text("x") }), ..ended(Some(0), None) },
+                TrialOutcome::ProtocolBroken { reason: text("exit code 0, but its result.json says that it did not end well") },
+            ),
+            ("asked to end", AttemptEnding { ended_by: Some(EndedBy::User), ..ended(None, Some(15)) }, TrialOutcome::KilledByUser),
+            ("asked to end, saved its state", AttemptEnding { ended_by: Some(EndedBy::User), ..ended(Some(75), None) }, TrialOutcome::Preempted),
+            ("saved its state", ended(Some(75), None), TrialOutcome::Preempted),
+            ("over its time", AttemptEnding { ended_by: Some(EndedBy::TimeLimit), ..ended(None, Some(9)) }, TrialOutcome::TimedOut { seconds: 2.0 }),
+            (
+                "stuck",
+                AttemptEnding { ended_by: Some(EndedBy::Stall { seconds: 1.5 }), last_phase: Some(text("train")), ..ended(None, Some(9)) },
+                TrialOutcome::Stalled { seconds: 1.5, phase: Some(text("train")) },
+            ),
+            ("out of memory, no details", ended(Some(4), None), TrialOutcome::OutOfDeviceMemory { details: None }),
+            (
+                "out of memory",
+                AttemptEnding { out_of_memory: Some(oom()), ..ended(Some(4), None) },
+                TrialOutcome::OutOfDeviceMemory { details: Some(oom()) },
+            ),
+            (
+                "out of memory, then aborted",
+                AttemptEnding { out_of_memory: Some(oom()), ..ended(None, Some(6)) },
+                TrialOutcome::OutOfDeviceMemory { details: Some(oom()) },
+            ),
+            (
+                "out of memory in another runner's words",
+                AttemptEnding { stderr_tail: text("RuntimeError: CUDA error: out of memory"), ..ended(Some(1), None) },
+                TrialOutcome::OutOfDeviceMemory { details: None },
+            ),
+            (
+                "request refused",
+                AttemptEnding { stderr_tail: text("error: unknown key\n\n"), ..ended(Some(2), None) },
+                TrialOutcome::BadConfiguration { reason: text("error: unknown key") },
+            ),
+            (
+                "diverged",
+                AttemptEnding { result: result(TrialEnding::Diverged { reason: text("loss is NaN at step 3") }), ..ended(Some(3), None) },
+                TrialOutcome::Diverged { reason: text("loss is NaN at step 3") },
+            ),
+            (
+                "failed",
+                AttemptEnding { result: result(TrialEnding::Failed { reason: text("rank 1 panicked") }), ..ended(Some(3), None) },
+                TrialOutcome::Failed { reason: text("rank 1 panicked") },
+            ),
+            ("failed without a word", ended(Some(3), None), TrialOutcome::Failed { reason: text("it gave no reason") }),
+            ("kernel's killer", AttemptEnding { kernel_oom_kill: true, ..ended(None, Some(9)) }, TrialOutcome::OutOfHostMemory),
+            ("killed by another", ended(None, Some(9)), TrialOutcome::Crashed { code: None, signal: Some(9) }),
+            (
+                "the kernel's killer struck elsewhere",
+                AttemptEnding { kernel_oom_kill: true, ..ended(Some(1), None) },
+                TrialOutcome::Crashed { code: Some(1), signal: None },
+            ),
+            (
+                "died before its first word",
+                AttemptEnding { started: false, stderr_tail: text("libcuda.so.1: cannot open"), ..ended(Some(127), None) },
+                TrialOutcome::Infrastructure { reason: text("crashed with exit code 127 before its first message: libcuda.so.1: cannot open") },
+            ),
+        ];
+        for (name, ending, expected) in table {
+            assert_eq!(classify(&ending), expected, "{name}");
+        }
+    }
+
+    /// Outcomes are part of larger records, whose field names they must not repeat.
+    #[test]
+    fn outcomes_survive_being_written_down() {
+        let reason = || "why".to_owned();
+        for outcome in [
+            TrialOutcome::Done,
+            TrialOutcome::OutOfDeviceMemory { details: Some(oom()) },
+            TrialOutcome::OutOfDeviceMemory { details: None },
+            TrialOutcome::OutOfHostMemory,
+            TrialOutcome::Stalled { seconds: 1.5, phase: Some("train".into()) },
+            TrialOutcome::TimedOut { seconds: 2.5 },
+            TrialOutcome::Diverged { reason: reason() },
+            TrialOutcome::BadConfiguration { reason: reason() },
+            TrialOutcome::Failed { reason: reason() },
+            TrialOutcome::Crashed { code: Some(1), signal: None },
+            TrialOutcome::KilledByUser,
+            TrialOutcome::Preempted,
+            TrialOutcome::Infrastructure { reason: reason() },
+            TrialOutcome::ProtocolBroken { reason: reason() },
+        ] {
+            let at = crate::protocol::Timestamp(std::time::SystemTime::UNIX_EPOCH);
+            let record = crate::store::AttemptRecord {
+                trial: TrialId("t".into()),
+                attempt: 1,
+                started_at: at,
+                seconds: 9.0,
+                outcome: outcome.clone(),
+                stderr_tail: "tail".into(),
+            };
+            assert_eq!(serde_json::from_str::<crate::store::AttemptRecord>(&serde_json::to_string(&record).unwrap()).unwrap(), record);
+            let kind = crate::event::EventKind::TrialEnded {
+                trial: TrialId("t".into()),
+                label: "l".into(),
+                purpose: Purpose::Train,
+                block_size: 1,
+                attempt: 1,
+                outcome,
+                seconds: 9.0,
+                stderr_tail: "tail".into(),
+            };
+            let event = crate::event::Event { at, kind };
+            assert_eq!(serde_json::from_str::<crate::event::Event>(&serde_json::to_string(&event).unwrap()).unwrap(), event);
+        }
+    }
+
+    #[test]
+    fn outcomes_read_as_sentences() {
+        assert_eq!(
+            TrialOutcome::OutOfDeviceMemory { details: Some(oom()) }.to_string(),
+            "out of device memory: rank 2 asked for 3.00 MiB with 1.00 GiB of 1.00 GiB in use (forward)"
+        );
+        assert_eq!(TrialOutcome::Crashed { code: None, signal: Some(11) }.to_string(), "crashed: ended by SIGSEGV");
+    }
 }

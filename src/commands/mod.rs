@@ -3,6 +3,7 @@
 pub mod compare;
 pub mod devices;
 pub mod plan;
+mod prepare;
 pub mod report;
 pub mod run;
 pub mod status;

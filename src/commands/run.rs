@@ -1,12 +1,325 @@
 //! `sweep run`
 
-use crate::cli::RunArguments;
-use crate::error::CommandError;
+use std::path::Path;
+use std::sync::Arc;
+
+use sha2::{Digest, Sha256};
+
+use super::plan::load;
+use super::prepare::prepare;
+use crate::cli::{Launcher, RunArguments};
+use crate::error::{CommandError, ErrorKind};
+use crate::event::Event;
+use crate::protocol::{ResolvedModel, Timestamp};
+use crate::run::dispatcher::{Dispatcher, Finish};
+use crate::run::resume::{self, Progress, Rerun};
+use crate::run::{self, Configuration, ExecutorOptions, Machine, Observer, RunSummary, Selection, TrialProgram, Work};
+use crate::spec::plan::SweepPlan;
+use crate::store::{self, FORMAT_VERSION, Host, ManifestRow, RunFolder, RunLock, RunManifest, RunState, StoreError, write_json, write_whole};
+use crate::telemetry::{self, GpuSampler, Gpus, ProcessTreeSampler, Sampler};
+use crate::trial::{Purpose, TrialId};
+use crate::ui::{self, EventSink};
 
 /// Runs the command.
 ///
 /// # Errors
 /// See the README's exit codes.
-pub fn run(_arguments: &RunArguments) -> Result<(), CommandError> {
-    Err(CommandError::user("`sweep run` is not built yet"))
+pub fn run(arguments: &RunArguments) -> Result<(), CommandError> {
+    if arguments.launcher == Launcher::Slurm {
+        return Err(CommandError::user("--launcher slurm is not built yet: trials can only be started on this machine").hint("leave --launcher out"));
+    }
+    if arguments.jobs == Some(0) {
+        return Err(CommandError::user("--jobs 0 would run nothing").hint("give 1 or more"));
+    }
+    // Opened before anything slow: a rebuild from here on does no harm.
+    let program = TrialProgram::from_environment().map_err(|error| CommandError::infrastructure(format!("cannot open this executable: {error}")))?;
+    let gpus = Gpus::of_this_machine();
+    let (text, plan) = load(&arguments.sweep, &gpus)?;
+    store::check_writable(&arguments.results.join(&plan.name)).map_err(|error| unwritable(&error))?;
+    let host = telemetry::host(&gpus);
+    let prepared = prepare(&plan, host.memory_bytes)?;
+    let planned = Planned { manifest: manifest(arguments, &text, &plan, prepared.rows, prepared.notices, host), text, models: prepared.models };
+
+    let configurations = resume::configurations(&planned.manifest, &planned.models);
+    let selection =
+        resume::select(&arguments.only, &planned.manifest, &configurations).map_err(|name| unknown_selection(&name, &planned.manifest))?;
+    let rerun = rerun(arguments, &configurations)?;
+    let chosen = choose(arguments, &planned, &configurations)?;
+    let (progress, mut notices) = match &chosen.state {
+        Some(state) => (resume::progress(&configurations, state, &rerun), damage(state)),
+        None => (Progress::default(), chosen.manifest.notices.clone()),
+    };
+    notices.splice(0..0, chosen.notices);
+
+    let (machine, pin_cores) = Machine::of_this_process(planned.manifest.host.memory_bytes);
+    let options = ExecutorOptions {
+        program: Arc::new(program),
+        telemetry_interval: plan.telemetry_interval,
+        pin_cores,
+        samplers: Arc::new(move |process| samplers(&gpus, process)),
+    };
+    let mut work = Work {
+        resumed: chosen.state.is_some(),
+        selection,
+        fail_fast: arguments.fail_fast,
+        notices,
+        ..work(&chosen.manifest, configurations, progress, machine)
+    };
+    work.limits.jobs = arguments.jobs.or(work.limits.jobs);
+    if rerun != Rerun::Nothing && Dispatcher::new(work.clone()).is_idle() {
+        return Err(CommandError::new(ErrorKind::NothingToDo, format!("run {} has no trial to run again", chosen.folder.0.display())));
+    }
+    let mut screen = Screen(ui::events(arguments.json));
+    let summary = run::run(work, &chosen.folder, options, true, &mut screen).map_err(store_error)?;
+    screen.0.finish(None);
+    // Others may work in the folder from here on.
+    drop(chosen.lock);
+    ended(&summary, &chosen.folder, &arguments.sweep.file)
+}
+
+/// Shows events on the screen.
+struct Screen(Box<dyn EventSink>);
+
+impl Observer for Screen {
+    fn event(&mut self, event: &Event) {
+        self.0.event(event);
+    }
+
+    fn tick(&mut self) {
+        self.0.tick();
+    }
+}
+
+fn samplers(gpus: &Gpus, process: u32) -> Vec<Box<dyn Sampler>> {
+    let mut samplers: Vec<Box<dyn Sampler>> = vec![Box::new(ProcessTreeSampler::new(process))];
+    if let Some(library) = gpus.library.as_ref().filter(|_| !gpus.devices.is_empty()) {
+        samplers.push(Box::new(GpuSampler::new(Arc::clone(library), gpus.devices.iter().map(|gpu| gpu.uuid.clone()).collect())));
+    }
+    samplers
+}
+
+/// What the sweep file asks for, data and models at hand.
+struct Planned {
+    /// The sweep file as it was read.
+    text: String,
+    /// Without the name of a run.
+    manifest: RunManifest,
+    /// The model of each row.
+    models: Vec<ResolvedModel>,
+}
+
+fn manifest(arguments: &RunArguments, text: &str, plan: &SweepPlan, rows: Vec<ManifestRow>, notices: Vec<String>, host: Host) -> RunManifest {
+    RunManifest {
+        format_version: FORMAT_VERSION,
+        sweep_version: env!("CARGO_PKG_VERSION").to_owned(),
+        sweep: plan.name.clone(),
+        run: String::new(),
+        description: plan.description.clone(),
+        created_at: Timestamp::now(),
+        sweep_file_sha256: Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect(),
+        profiles: plan.profiles.clone(),
+        overrides: arguments.sweep.set.clone(),
+        host,
+        control: plan.control.clone(),
+        repeats: plan.repeats,
+        rows,
+        search: plan.search.clone(),
+        limits: plan.limits.clone(),
+        report: plan.report.clone(),
+        notices,
+    }
+}
+
+/// The run folder to work in.
+struct Chosen {
+    folder: RunFolder,
+    lock: RunLock,
+    manifest: RunManifest,
+    /// What it holds already; `None` for a new run.
+    state: Option<RunState>,
+    /// What the user should know about the choice.
+    notices: Vec<String>,
+}
+
+/// Decides between the newest run and a new one: an unfinished run of the same sweep goes on, everything else starts anew. `--resume`, `--rerun` and
+/// `--new` leave no choice.
+fn choose(arguments: &RunArguments, planned: &Planned, configurations: &[Configuration]) -> Result<Chosen, CommandError> {
+    let must_go_on = arguments.resume || arguments.rerun.is_some();
+    let flag = if arguments.resume { "--resume" } else { "--rerun" };
+    if arguments.new && arguments.rerun.is_some() {
+        return Err(CommandError::user("--rerun runs trials of the newest run again, --new starts another run").hint("give one of them"));
+    }
+    let sweep = &planned.manifest.sweep;
+    let newest = if arguments.new { None } else { store::newest_run(&arguments.results, sweep).map_err(store_error)? };
+    let Some(folder) = newest else {
+        if must_go_on {
+            let message = format!("{flag}: there is no run of {sweep} in {}", arguments.results.display());
+            return Err(CommandError::user(message).hint(format!("leave {flag} out to start one")));
+        }
+        return start(arguments, planned, Vec::new());
+    };
+    let Some(lock) = RunLock::take(&folder).map_err(store_error)? else {
+        if must_go_on {
+            let message = format!("run {} is in use by another sweep", folder.0.display());
+            return Err(CommandError::infrastructure(message).hint("wait for it to end, or start another run with --new"));
+        }
+        return start(arguments, planned, vec![format!("The newest run, {}, is in use by another sweep: another run starts.", folder.name())]);
+    };
+    let old = match folder.read_manifest() {
+        Ok(old) => old,
+        Err(error) if must_go_on => return Err(CommandError::user(format!("{flag}: {error}"))),
+        Err(error) => return start(arguments, planned, vec![format!("The newest run cannot go on: {error}. Another run starts.")]),
+    };
+    let state = RunState::read(&folder).map_err(store_error)?;
+    let differences = resume::differences(&old, &planned.manifest);
+    if differences.is_empty() {
+        let unfinished = is_unfinished(&old, configurations, &state);
+        if unfinished || arguments.rerun.is_some() {
+            let how = if arguments.rerun.is_some() { "Trials of run" } else { "The unfinished run" };
+            let goes_on = if arguments.rerun.is_some() { "run again" } else { "goes on" };
+            let notice = format!("{how} {} {goes_on}; --new starts another.", folder.name());
+            return Ok(Chosen { manifest: old, state: Some(state), notices: vec![notice], lock, folder });
+        }
+        if arguments.resume {
+            let message = format!("run {} is finished: nothing is missing", folder.0.display());
+            return Err(
+                CommandError::new(ErrorKind::NothingToDo, message).hint("start another with --new, or run trials again with --rerun failed|all|ID")
+            );
+        }
+        return start(arguments, planned, Vec::new());
+    }
+    if must_go_on {
+        let message = format!("{flag}: run {} was made from something else:\n  {}", folder.name(), differences.join("\n  "));
+        let error = CommandError::user(message).hint(format!("the file it was made from is {}", folder.sweep_file().display()));
+        return Err(error.hint("start another run with --new"));
+    }
+    // Without a flag a changed sweep is a new run; that the old one is left unfinished must not go unsaid.
+    let shown = differences.iter().take(3).cloned().collect::<Vec<_>>().join("; ");
+    let more = if differences.len() > 3 { format!(" and {} more differences", differences.len() - 3) } else { String::new() };
+    start(arguments, planned, vec![format!("Another run starts, because the sweep differs from that of {}: {shown}{more}.", folder.name())])
+}
+
+/// The work of a manifest that is left after `progress`, without any restriction.
+fn work(manifest: &RunManifest, configurations: Vec<Configuration>, progress: Progress, machine: Machine) -> Work {
+    Work {
+        sweep: manifest.sweep.clone(),
+        run: manifest.run.clone(),
+        resumed: false,
+        configurations,
+        probe_steps: manifest.search.as_ref().map_or(0, |search| search.probe_steps),
+        selection: Selection::default(),
+        limits: manifest.limits.clone(),
+        fail_fast: false,
+        machine,
+        known: progress.known,
+        lost: progress.lost,
+        recovered: progress.recovered,
+        announced: progress.announced,
+        notices: Vec::new(),
+    }
+}
+
+/// Whether something is missing that may run.
+fn is_unfinished(manifest: &RunManifest, configurations: &[Configuration], state: &RunState) -> bool {
+    let progress = resume::progress(configurations, state, &Rerun::Nothing);
+    let machine = Machine { cores: Vec::new(), memory_bytes: 0 };
+    !Dispatcher::new(work(manifest, configurations.to_vec(), progress, machine)).is_idle()
+}
+
+/// Makes a new run folder.
+fn start(arguments: &RunArguments, planned: &Planned, notices: Vec<String>) -> Result<Chosen, CommandError> {
+    let make = || -> Result<Chosen, StoreError> {
+        let folder = store::create_run(&arguments.results, &planned.manifest.sweep)?;
+        // Nobody knows the folder yet, so nobody can hold its lock.
+        let lock = loop {
+            if let Some(lock) = RunLock::take(&folder)? {
+                break lock;
+            }
+        };
+        let manifest = RunManifest { run: folder.name(), created_at: Timestamp::now(), ..planned.manifest.clone() };
+        write_whole(&folder.sweep_file(), planned.text.as_bytes())?;
+        // With its manifest it becomes a run that others see.
+        write_json(&folder.manifest(), &manifest)?;
+        folder.publish()?;
+        Ok(Chosen { folder, lock, manifest, state: None, notices })
+    };
+    make().map_err(|error| unwritable(&error))
+}
+
+fn rerun(arguments: &RunArguments, configurations: &[Configuration]) -> Result<Rerun, CommandError> {
+    match arguments.rerun.as_deref() {
+        None => Ok(Rerun::Nothing),
+        Some("failed") => Ok(Rerun::Failed),
+        Some("all") => Ok(Rerun::All),
+        Some(id) if configurations.iter().flat_map(Configuration::possible_trials).any(|trial| trial.id.0 == id) => {
+            Ok(Rerun::Trial(TrialId(id.to_owned())))
+        }
+        Some(other) => {
+            let error = CommandError::user(format!("--rerun {other}: the sweep has no trial with this id"));
+            Err(error.hint("give `failed`, `all`, or the id of a trial as `sweep status` shows it"))
+        }
+    }
+}
+
+fn unknown_selection(name: &str, manifest: &RunManifest) -> CommandError {
+    let labels: Vec<&str> = manifest.rows.iter().take(20).map(|row| row.row.label.as_str()).collect();
+    CommandError::user(format!("--only {name}: no row has this label, and no configuration or trial this id"))
+        .hint(format!("labels: {}", labels.join(", ")))
+}
+
+/// What is damaged in a run's folder, a sentence each.
+fn damage(state: &RunState) -> Vec<String> {
+    let events = state.unreadable_events.iter().map(|(line, reason)| format!("events.jsonl line {line} cannot be read and is left out: {reason}"));
+    let trials = state.unreadable_trials.iter().map(|reason| format!("A trial runs again, its folder is damaged: {reason}"));
+    events.chain(trials).collect()
+}
+
+fn store_error(error: StoreError) -> CommandError {
+    match error {
+        StoreError::Io { .. } => CommandError::infrastructure(error.to_string()),
+        StoreError::Malformed { .. } | StoreError::NewerFormat { .. } => CommandError::user(error.to_string()),
+    }
+}
+
+/// A results folder that takes nothing. What only the user can change is the user's; a full or failing disk is the machine's.
+fn unwritable(error: &StoreError) -> CommandError {
+    use std::io::ErrorKind as Io;
+    let kind = match error {
+        StoreError::Io { error, .. } if matches!(error.kind(), Io::NotADirectory | Io::NotFound | Io::AlreadyExists | Io::InvalidFilename) => {
+            ErrorKind::User
+        }
+        _ => ErrorKind::Infrastructure,
+    };
+    CommandError::new(kind, format!("the results folder cannot be written: {error}")).hint("choose another with --results DIR")
+}
+
+/// The end of a run as an error, or none.
+fn ended(summary: &RunSummary, folder: &RunFolder, file: &Path) -> Result<(), CommandError> {
+    let again = format!("sweep run {}", file.display());
+    match &summary.finish {
+        Finish::Done => Ok(()),
+        Finish::TrialsFailed => {
+            let count = summary.failed.len();
+            let mut message = if count == 1 { "1 trial failed:".to_owned() } else { format!("{count} trials failed:") };
+            for trial in &summary.failed {
+                let purpose = match trial.purpose {
+                    Purpose::Probe => "probe",
+                    Purpose::Train => "training",
+                };
+                message.push_str(&format!("\n  {}, {purpose} at block size {} ({}): {}", trial.label, trial.block_size, trial.id, trial.outcome));
+            }
+            Err(CommandError::new(ErrorKind::TrialFailed, message)
+                .hint(format!("their logs are {}/<id>/attempt-<n>/stderr.log", folder.trials().display()))
+                .hint(format!("run them again with `{again} --rerun failed`")))
+        }
+        Finish::Interrupted => {
+            let trials = if summary.outstanding == 1 { "1 trial".to_owned() } else { format!("{} trials", summary.outstanding) };
+            Err(CommandError::new(ErrorKind::Interrupted, format!("interrupted with {trials} outstanding"))
+                .hint(format!("`{again}` goes on with this run")))
+        }
+        Finish::Infrastructure { reason } => {
+            Err(CommandError::infrastructure(reason.clone())
+                .hint(format!("what is done is kept in {}; `{again}` goes on with it", folder.0.display())))
+        }
+    }
 }

@@ -1,1 +1,20 @@
-//! The only room with threads, clocks and processes: dispatcher, executor, devices, signals, search, launchers.
+//! The only room with threads, clocks and processes: dispatcher, executor, leases, signals, search.
+//!
+//! [`dispatcher::Dispatcher`] owns all state and is pure; the executor gives each attempt a thread of its own, which reports to the one inbox of the run
+//! loop.
+
+mod child;
+pub mod dispatcher;
+mod executor;
+mod leases;
+mod messages;
+pub mod resume;
+mod run_loop;
+pub mod search;
+mod work;
+
+pub use child::{TRIAL_PROGRAM, TrialProgram};
+pub use executor::{ExecutorOptions, MakeSamplers};
+pub use leases::Machine;
+pub use run_loop::{FailedTrial, Observer, RunSummary, run};
+pub use work::{Candidate, Configuration, ConfigurationTrials, KnownTrial, PlannedTrial, Selection, Work};

@@ -4,4 +4,7 @@ mod data;
 mod devices;
 mod nvml;
 mod plan;
+mod run;
+mod schema;
 mod ui;
+mod world;

@@ -1,0 +1,218 @@
+//! Runs attempts: a thread each, which starts the process, follows its messages, samples telemetry and says how it ended.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+
+use super::child::{self, Exit, Handle, Process, TrialProgram};
+use super::dispatcher::Input;
+use super::messages::MessageTail;
+use crate::protocol::MessageKind;
+use crate::store::{AttemptFolder, read_json};
+use crate::telemetry::{Recorder, Sampler};
+use crate::trial::{AttemptEnding, TrialId};
+
+/// How often a child's messages are looked for. Its end is noticed at once.
+const POLL: Duration = Duration::from_millis(50);
+/// How much of the end of stderr is looked at, in bytes and in lines.
+const TAIL_BYTES: u64 = 64 << 10;
+const TAIL_LINES: usize = 20;
+
+/// Makes the samplers of an attempt from the id of its process.
+pub type MakeSamplers = Arc<dyn Fn(u32) -> Vec<Box<dyn Sampler>> + Send + Sync>;
+
+/// How processes are started and watched.
+#[derive(Clone)]
+pub struct ExecutorOptions {
+    /// What is started.
+    pub program: Arc<TrialProgram>,
+    /// Time between two samples of telemetry.
+    pub telemetry_interval: Duration,
+    /// Whether processes are bound to the cores they were lent. Where a quota rather than a set of cores limits this process, the numbers of its cores mean
+    /// nothing and only their count does.
+    pub pin_cores: bool,
+    /// What is sampled.
+    pub samplers: MakeSamplers,
+}
+
+impl std::fmt::Debug for ExecutorOptions {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("ExecutorOptions").field("program", &self.program).finish_non_exhaustive()
+    }
+}
+
+/// An attempt whose folder and request are written.
+#[derive(Debug)]
+pub(super) struct Launch {
+    pub(super) trial: TrialId,
+    pub(super) attempt: u32,
+    pub(super) folder: AttemptFolder,
+    pub(super) cores: Vec<usize>,
+}
+
+/// The attempts that run on this machine.
+#[derive(Debug)]
+pub(super) struct Executor {
+    options: ExecutorOptions,
+    inbox: Sender<Input>,
+    attempts: BTreeMap<TrialId, (Arc<Handle>, JoinHandle<()>)>,
+}
+
+impl Executor {
+    pub(super) fn new(options: ExecutorOptions, inbox: Sender<Input>) -> Self {
+        Self { options, inbox, attempts: BTreeMap::new() }
+    }
+
+    /// Starts an attempt. Whatever comes of it, [`Input::Ended`] is its last word.
+    pub(super) fn spawn(&mut self, launch: Launch) {
+        let handle = Arc::new(Handle::default());
+        let (options, inbox) = (self.options.clone(), self.inbox.clone());
+        let trial = launch.trial.clone();
+        let watcher = {
+            let handle = Arc::clone(&handle);
+            move || {
+                // A defect here must not leave the run waiting for ever. The process, if any, dies with this thread.
+                let ending = catch_unwind(AssertUnwindSafe(|| attend(&options, &launch, &handle, &inbox))).unwrap_or_else(|_| AttemptEnding {
+                    spawn_error: Some("the thread that watched it panicked".to_owned()),
+                    ..AttemptEnding::default()
+                });
+                // Where nobody listens any more the run is over.
+                drop(inbox.send(Input::Ended { trial: launch.trial, attempt: launch.attempt, ending }));
+            }
+        };
+        self.attempts.retain(|_, (_, thread)| !thread.is_finished());
+        self.attempts.insert(trial, (handle, thread::spawn(watcher)));
+    }
+
+    /// Sends a signal to an attempt's process group, if it still runs.
+    pub(super) fn signal(&self, trial: &TrialId, signal: Signal) {
+        if let Some((handle, _)) = self.attempts.get(trial) {
+            handle.signal(signal);
+        }
+    }
+
+    /// Waits for the threads of attempts, which have all ended.
+    pub(super) fn join(self) {
+        for (_, thread) in self.attempts.into_values() {
+            // Its panics were caught.
+            drop(thread.join());
+        }
+    }
+}
+
+/// Runs one attempt from start to end.
+fn attend(options: &ExecutorOptions, launch: &Launch, handle: &Handle, inbox: &Sender<Input>) -> AttemptEnding {
+    let started = Instant::now();
+    let cores: &[usize] = if options.pin_cores { &launch.cores } else { &[] };
+    let kills_before = kernel_oom_kills();
+    let mut ending = match child::spawn(&options.program, &launch.folder, cores, handle) {
+        Ok(process) => watch(options, launch, process, started, inbox),
+        Err(error) => AttemptEnding { spawn_error: Some(format!("the trial's process cannot be started: {error}")), ..AttemptEnding::default() },
+    };
+    ending.kernel_oom_kill = kernel_oom_kills() > kills_before;
+    ending.seconds = started.elapsed().as_secs_f64();
+    ending
+}
+
+fn watch(options: &ExecutorOptions, launch: &Launch, process: Process<'_>, started: Instant, inbox: &Sender<Input>) -> AttemptEnding {
+    let mut ending = AttemptEnding::default();
+    let mut tail = MessageTail::new(&launch.folder.messages());
+    let mut recorder = Recorder::create(&launch.folder.telemetry(), (options.samplers)(process.id())).map_err(|error| error.to_string());
+    let mut next_sample = Duration::ZERO;
+    let say = |input| drop(inbox.send(input));
+    if let Err(error) = &recorder {
+        say(Input::Notice(format!("Telemetry is not recorded: {error}")));
+    }
+    loop {
+        let until_sample = if recorder.is_ok() { next_sample.saturating_sub(started.elapsed()) } else { POLL };
+        let ended = process.wait_at_most(POLL.min(until_sample));
+        for message in tail.read_new() {
+            ending.started = true;
+            match &message.kind {
+                MessageKind::Phase { phase } => ending.last_phase = Some(phase.clone()),
+                MessageKind::Oom(details) => ending.out_of_memory = Some(details.clone()),
+                _ => {}
+            }
+            say(Input::Message { trial: launch.trial.clone(), attempt: launch.attempt, message });
+        }
+        if ended {
+            break;
+        }
+        if started.elapsed() >= next_sample
+            && let Ok(open) = &mut recorder
+        {
+            match open.record(started.elapsed()) {
+                Ok(reasons) => reasons.into_iter().for_each(|reason| say(Input::Notice(reason))),
+                Err(error) => {
+                    say(Input::Notice(format!("Telemetry is no longer recorded: {error}")));
+                    recorder = Err(error.to_string());
+                }
+            }
+            next_sample = started.elapsed() + options.telemetry_interval;
+        }
+    }
+    match process.reap() {
+        Ok(Exit { code, signal }) => (ending.exit_code, ending.signal) = (code, signal),
+        Err(error) => ending.spawn_error = Some(format!("the trial's process cannot be waited for: {error}")),
+    }
+    if let Some((line, reason)) = tail.unreadable {
+        say(Input::Notice(format!("{} line {line} cannot be read: {reason}", launch.folder.messages().display())));
+    }
+    ending.result = launch.folder.result().exists().then(|| read_json(&launch.folder.result()).map_err(|error| error.to_string()));
+    ending.stderr_tail = last_lines(&launch.folder.stderr()).unwrap_or_default();
+    ending
+}
+
+/// The last lines of a log, decoded lossily. Of a line that was written over itself with carriage returns the last state is kept, as on a terminal.
+fn last_lines(path: &Path) -> io::Result<String> {
+    let mut file = File::open(path)?;
+    let length = file.metadata()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(TAIL_BYTES)))?;
+    let mut bytes = Vec::new();
+    file.take(TAIL_BYTES).read_to_end(&mut bytes)?;
+    let text = String::from_utf8_lossy(&bytes);
+    let lines: Vec<&str> = text.lines().map(|line| line.trim_end_matches('\r').rsplit('\r').next().unwrap_or_default()).collect();
+    let end = lines.iter().rposition(|line| !line.trim().is_empty()).map_or(0, |last| last + 1);
+    Ok(lines[end.saturating_sub(TAIL_LINES)..end].join("\n"))
+}
+
+/// How often the kernel's out-of-memory killer has struck: in this process's control group, or on the whole machine where that cannot be read.
+fn kernel_oom_kills() -> Option<u64> {
+    let counted = |path: &Path| -> Option<u64> {
+        let text = fs::read_to_string(path).ok()?;
+        text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+    };
+    let group = fs::read_to_string("/proc/self/cgroup").ok();
+    let group = group.as_deref().and_then(|text| text.lines().find_map(|line| line.strip_prefix("0::/")));
+    group.and_then(|group| counted(&Path::new("/sys/fs/cgroup").join(group).join("memory.events"))).or_else(|| counted(Path::new("/proc/vmstat")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tail_of_a_log_reads_like_a_terminal() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("stderr.log");
+        fs::write(&path, b"first\n 10%\r100%\nbroken \xff\xfe utf-8\nlast without newline\n\n \n").unwrap();
+        assert_eq!(last_lines(&path).unwrap(), "first\n100%\nbroken \u{fffd}\u{fffd} utf-8\nlast without newline");
+        fs::write(&path, "x\n".repeat(1 << 20)).unwrap();
+        assert_eq!(last_lines(&path).unwrap(), ["x"; TAIL_LINES].join("\n"));
+        fs::write(&path, "").unwrap();
+        assert_eq!(last_lines(&path).unwrap(), "");
+    }
+
+    #[test]
+    fn the_kernels_count_can_be_read_here() {
+        assert!(kernel_oom_kills().is_some());
+    }
+}

@@ -1,0 +1,262 @@
+//! The loop around the dispatcher: takes inputs from the one inbox, writes events down, carries commands out.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::dispatcher::{Command, Dispatcher, Finish, Input, SpawnOrder, Step, is_expected};
+use super::executor::{Executor, ExecutorOptions, Launch};
+use super::work::{ConfigurationTrials, Work};
+use crate::event::{Event, EventKind};
+use crate::protocol::{PROTOCOL, Timestamp, TrialRequest};
+use crate::store::{AttemptRecord, JsonLines, RunFolder, StoreError, TrialRecord, io_error, write_json};
+use crate::trial::{AttemptEnding, Purpose, TrialId, TrialOutcome};
+
+/// How often time is looked at.
+const TICK: Duration = Duration::from_millis(50);
+
+/// How a run ended.
+#[derive(Debug)]
+pub struct RunSummary {
+    /// How.
+    pub finish: Finish,
+    /// Trials that failed, those of an earlier `sweep run` on the same folder among them, in row order.
+    pub failed: Vec<FailedTrial>,
+    /// Trials that ended well.
+    pub done: usize,
+    /// Trials that have not run.
+    pub outstanding: usize,
+}
+
+/// A trial that failed.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FailedTrial {
+    /// Which trial.
+    pub id: TrialId,
+    /// Label of the first row it serves.
+    pub label: String,
+    /// What it was for.
+    pub purpose: Purpose,
+    /// Tokens per sequence.
+    pub block_size: usize,
+    /// How it ended.
+    pub outcome: TrialOutcome,
+}
+
+/// Reads events as they happen.
+pub trait Observer {
+    /// Takes the next event.
+    fn event(&mut self, event: &Event);
+    /// Time passes.
+    fn tick(&mut self) {}
+}
+
+/// Runs `work` in `folder`, which holds its manifest, and shows every event to `observer`. `signals` says whether INT, TERM and HUP are taken as a wish to
+/// stop.
+///
+/// # Errors
+/// The run could not begin: `events.jsonl` cannot be written, or signals cannot be watched. Later failures of the results folder end the run in an
+/// orderly way and stand in the summary.
+pub fn run(work: Work, folder: &RunFolder, options: ExecutorOptions, signals: bool, observer: &mut dyn Observer) -> Result<RunSummary, StoreError> {
+    let (inbox, inputs) = mpsc::channel();
+    let signals = if signals { Some(watch_signals(inbox.clone())?) } else { None };
+    let mut run = RunLoop {
+        events: JsonLines::append_to(&folder.events())?,
+        dispatcher: Dispatcher::new(work),
+        executor: Executor::new(options, inbox),
+        folder,
+        observer,
+        assigned: BTreeMap::new(),
+        store_failed: false,
+        pending: VecDeque::from([Input::Start]),
+    };
+    let began = Instant::now();
+    let mut ticked = began;
+    let ended = loop {
+        let input = match run.pending.pop_front() {
+            Some(input) => input,
+            // Children that never stop talking must not stop the clock.
+            None if ticked.elapsed() >= TICK => Input::Tick,
+            None => match inputs.recv_timeout(TICK.saturating_sub(ticked.elapsed())) {
+                Ok(input) => input,
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Input::Tick,
+            },
+        };
+        if matches!(input, Input::Tick) {
+            ticked = Instant::now();
+            run.observer.tick();
+        }
+        let step = run.dispatcher.step(input, began.elapsed());
+        if let Some(ended) = run.carry_out(step) {
+            break ended;
+        }
+    };
+    if !run.store_failed {
+        // The last record is no more precious than the trials' own folders, which are on disk by now.
+        drop(run.events.sync());
+    }
+    let failed = failed_trials(&run.dispatcher);
+    run.executor.join();
+    if let Some(signals) = signals {
+        signals.close();
+    }
+    Ok(RunSummary { failed, ..ended })
+}
+
+fn watch_signals(inbox: Sender<Input>) -> Result<signal_hook::iterator::Handle, StoreError> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(io_error("watch signals of", "this process".as_ref()))?;
+    let handle = signals.handle();
+    thread::spawn(move || {
+        for _ in signals.forever() {
+            if inbox.send(Input::Signal).is_err() {
+                return;
+            }
+        }
+    });
+    Ok(handle)
+}
+
+/// Trials that failed, in row order.
+fn failed_trials(dispatcher: &Dispatcher) -> Vec<FailedTrial> {
+    let mut failed = Vec::new();
+    for configuration in &dispatcher.work().configurations {
+        let searched = matches!(configuration.trials, ConfigurationTrials::Search(_));
+        for trial in configuration.possible_trials() {
+            if let Some(outcome) = dispatcher.outcome(&trial.id).filter(|outcome| !is_expected(trial.purpose, searched, outcome)) {
+                let (label, outcome) = (configuration.label.clone(), outcome.clone());
+                failed.push(FailedTrial { id: trial.id, label, purpose: trial.purpose, block_size: trial.block_size, outcome });
+            }
+        }
+    }
+    failed
+}
+
+struct RunLoop<'r> {
+    dispatcher: Dispatcher,
+    executor: Executor,
+    events: JsonLines,
+    folder: &'r RunFolder,
+    observer: &'r mut dyn Observer,
+    /// When the running attempts were assigned.
+    assigned: BTreeMap<TrialId, Timestamp>,
+    /// Whether the results folder took something not: nothing more is written then, so that what is there stays whole.
+    store_failed: bool,
+    /// Inputs that follow from carrying commands out; they go before the inbox.
+    pending: VecDeque<Input>,
+}
+
+impl RunLoop<'_> {
+    /// Writes events down, shows them, and carries commands out, in this order: an attempt is on record before its process exists. Returns the summary, but
+    /// for the failed trials, when the run is over.
+    fn carry_out(&mut self, step: Step) -> Option<RunSummary> {
+        let (mut done, mut outstanding) = (0, 0);
+        for kind in step.events {
+            if let EventKind::RunEnded { done: ended_well, outstanding: not_run, .. } = &kind {
+                (done, outstanding) = (*ended_well, *not_run);
+            }
+            let event = Event { at: Timestamp::now(), kind };
+            self.write_down(&event);
+            self.observer.event(&event);
+        }
+        for command in step.commands {
+            match command {
+                Command::Spawn(order) => self.spawn(order),
+                Command::Terminate(trial) => self.executor.signal(&trial, Signal::TERM),
+                Command::Kill(trial) => self.executor.signal(&trial, Signal::KILL),
+                Command::Finish(finish) => return Some(RunSummary { finish, failed: Vec::new(), done, outstanding }),
+            }
+        }
+        None
+    }
+
+    fn write_down(&mut self, event: &Event) {
+        if self.store_failed {
+            return;
+        }
+        let written = match &event.kind {
+            EventKind::TrialProgress { .. } => return,
+            EventKind::TrialStarted { trial, .. } => {
+                self.assigned.insert(trial.clone(), event.at);
+                self.events.push(event)
+            }
+            EventKind::TrialEnded { trial, attempt, outcome, seconds, stderr_tail, .. } => {
+                let record = AttemptRecord {
+                    trial: trial.clone(),
+                    attempt: *attempt,
+                    started_at: self.assigned.remove(trial).unwrap_or(event.at),
+                    seconds: *seconds,
+                    outcome: outcome.clone(),
+                    stderr_tail: stderr_tail.clone(),
+                };
+                write_json(&self.folder.attempt(trial, *attempt).outcome(), &record).and_then(|()| self.events.push(event))
+            }
+            _ => self.events.push(event),
+        };
+        if let Err(error) = written {
+            self.store_failure(&error);
+        }
+    }
+
+    fn store_failure(&mut self, error: &StoreError) {
+        self.store_failed = true;
+        self.pending.push_back(Input::StoreFailed { reason: error.to_string() });
+    }
+
+    fn spawn(&mut self, order: SpawnOrder) {
+        let attempt = self.folder.attempt(&order.trial.id, order.attempt);
+        let prepared = if self.store_failed { Err(None) } else { self.prepare(&order).map_err(Some) };
+        match prepared {
+            Ok(()) => self.executor.spawn(Launch { trial: order.trial.id, attempt: order.attempt, folder: attempt, cores: order.cores }),
+            Err(error) => {
+                if let Some(error) = &error {
+                    self.store_failure(error);
+                }
+                let reason = error.map_or_else(|| "the results folder cannot be written".to_owned(), |error| error.to_string());
+                let ending = AttemptEnding { spawn_error: Some(reason), ..AttemptEnding::default() };
+                self.pending.push_back(Input::Ended { trial: order.trial.id, attempt: order.attempt, ending });
+            }
+        }
+    }
+
+    /// Writes the folder of an attempt and what the child is asked.
+    fn prepare(&self, order: &SpawnOrder) -> Result<(), StoreError> {
+        let work = self.dispatcher.work();
+        let configuration = &work.configurations[order.configuration];
+        let trial = &order.trial;
+        let attempt = self.folder.attempt(&trial.id, order.attempt);
+        fs::create_dir_all(&attempt.0).map_err(io_error("create", &attempt.0))?;
+        let record = self.folder.trial(&trial.id).join("trial.json");
+        if !record.exists() {
+            let contents = TrialRecord {
+                id: trial.id.clone(),
+                label: configuration.label.clone(),
+                purpose: trial.purpose,
+                configuration: configuration.id.clone(),
+                block_size: trial.block_size,
+                repeat: trial.repeat,
+                settings: configuration.settings.clone(),
+            };
+            write_json(&record, &contents)?;
+        }
+        let request = TrialRequest {
+            protocol: PROTOCOL,
+            trial: trial.id.clone(),
+            label: configuration.label.clone(),
+            purpose: trial.purpose,
+            probe_steps: (trial.purpose == Purpose::Probe).then_some(work.probe_steps),
+            block_size: trial.block_size,
+            seed: configuration.settings.train.seed.wrapping_add(u64::from(trial.repeat)),
+            settings: configuration.settings.clone(),
+            model: configuration.model.clone(),
+            data: configuration.data.clone(),
+            cores: order.cores.clone(),
+        };
+        write_json(&attempt.request(), &request)
+    }
+}
