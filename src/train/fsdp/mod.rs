@@ -24,6 +24,7 @@ use self::core::Core;
 use self::scope::PassScope;
 use self::trace::TraceEvent;
 use super::error::TrainError;
+use super::memory;
 use super::model::{Model, Sequences, ops};
 use crate::spec::settings::{FsdpSettings, ShardingStrategy};
 
@@ -173,7 +174,7 @@ impl FullyShardedDataParallel {
     ///
     /// [`TrainError::Rank`] if another rank failed.
     pub fn forward_backward(&mut self, batch: &Batch, gradient_scale: f32, synchronise: bool) -> Result<LossSum, TrainError> {
-        let targets = batch.targets();
+        let targets = memory::host(|| batch.targets());
         let count = targets.iter().flatten().count();
         let scope = self.scope(true);
         let model = self.model.clone();
@@ -195,7 +196,7 @@ impl FullyShardedDataParallel {
     ///
     /// [`TrainError::Rank`] if another rank failed.
     pub fn evaluate(&mut self, batch: &Batch) -> Result<LossSum, TrainError> {
-        let targets = batch.targets();
+        let targets = memory::host(|| batch.targets());
         let scope = self.scope(false);
         let model = self.model.clone();
         self.pass(true, move |core| {
@@ -349,10 +350,9 @@ impl Batch {
     }
 }
 
-/// Runs `work` so that what it allocates counts where shards live.
+/// Runs `work` so that what it allocates counts where shards live: on the device, or on the host, outside the budget, where they are offloaded.
 fn in_shard_memory<R>(offloaded: bool, work: impl FnOnce() -> R) -> R {
-    let _ = offloaded;
-    work()
+    if offloaded { memory::host(work) } else { work() }
 }
 
 /// The settings as they act in a world of this size: PyTorch turns every strategy into `NO_SHARD` for a single rank.
