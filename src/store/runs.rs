@@ -167,6 +167,12 @@ impl RunLock {
             Err(fs::TryLockError::Error(error)) => Err(io_error("lock", &path)(error)),
         }
     }
+
+    /// Whether a process works in the folder. Only looks: it makes no file, and works where the folder cannot be written.
+    pub fn is_held(folder: &RunFolder) -> bool {
+        let Ok(file) = File::open(folder.0.join("lock")) else { return false };
+        matches!(file.try_lock_shared(), Err(fs::TryLockError::WouldBlock))
+    }
 }
 
 #[cfg(test)]
@@ -220,10 +226,13 @@ mod tests {
     fn one_lock_at_a_time() {
         let results = tempfile::tempdir().unwrap();
         let run = create_run(results.path(), "sweep").unwrap();
+        assert!(!RunLock::is_held(&run), "nobody ever worked in it");
         let held = RunLock::take(&run).unwrap();
         assert!(held.is_some());
+        assert!(RunLock::is_held(&run));
         assert!(RunLock::take(&run).unwrap().is_none());
         drop(held);
+        assert!(!RunLock::is_held(&run));
         assert!(RunLock::take(&run).unwrap().is_some());
     }
 

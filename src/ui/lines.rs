@@ -92,18 +92,18 @@ mod tests {
           0:00  sweep     gpt2_blocksize: run 20261130T120000Z-abc has 2 configurations
           0:00  note      [profile.cpu] was applied: there is no CUDA device.
           0:00  started   probe  block 128  FSDP + full_shard
-          0:13  no fit    probe  block 128  FSDP + full_shard  (0:12): out of device memory: rank 1 asked for 3.00 MiB with 62.00 MiB of 64.00 MiB in use (backward)
+          0:13  no fit    probe  block 128  0:12  FSDP + full_shard: out of device memory: rank 1 asked for 3.00 MiB with 62.00 MiB of 64.00 MiB in use (backward)
           0:13  started   probe  block 64  FSDP + full_shard
-          0:25  fits      probe  block 64  FSDP + full_shard  (0:12)
+          0:25  fits      probe  block 64  0:12  FSDP + full_shard
           0:25  found     block 64  FSDP + full_shard: the largest that fits, limited by memory
           0:25  started   train  block 64  FSDP + full_shard
           0:25  warning   FSDP + full_shard: 96 tokens were dropped
           0:30  running   train  block 64  FSDP + full_shard: step 9/96, loss 5.5000, 12,288 tokens/s, peak 48.00 / 64.00 MiB, 1 skipped, loss scale 32768, train
           0:36  running   train  block 64  FSDP + full_shard: step 10/96, loss 5.2500, 12,288 tokens/s, peak 48.00 / 64.00 MiB, 1 skipped, loss scale 32768, perplexity 85.13, evaluate
-          0:38  done      train  block 64  FSDP + full_shard  (0:12, perplexity 85.13)
+          0:38  done      train  block 64  0:12  FSDP + full_shard: perplexity 85.13
           0:38  found     block 256  FSDP + size-based, 2K: the largest that fits, limited by the candidates
           0:38  started   train  block 256  FSDP + size-based, 2K
-          0:50  FAILED    train  block 256  FSDP + size-based, 2K  (0:12): crashed with exit code 1
+          0:50  FAILED    train  block 256  0:12  FSDP + size-based, 2K: crashed with exit code 1
           0:50            | rank 1: reading shard 2
           0:50            | Traceback (most recent call last):
           0:50            |   RuntimeError: no shard

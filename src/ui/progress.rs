@@ -123,7 +123,7 @@ impl Progress {
             EventKind::TrialProgress { trial, message } => self.message(trial, message),
             EventKind::TrialEnded { trial, label, purpose, block_size, attempt, outcome, seconds, stderr_tail } => {
                 let running = self.running.iter().position(|running| running.trial == *trial).map(|index| self.running.remove(index));
-                let what = subject(*purpose, *block_size, label, running.as_ref().map_or(0, |running| running.repeat), *attempt);
+                let what = subject(*purpose, *block_size, label, running.as_ref().map_or(0, |running| running.repeat), *attempt, Some(*seconds));
                 // Where a search was in an earlier run of the same folder, events do not tell; most block sizes are searched.
                 let searched = self.resumed || running.as_ref().is_none_or(|running| self.searched.contains(&running.configuration));
                 let does_not_fit = matches!(outcome, TrialOutcome::OutOfDeviceMemory { .. });
@@ -140,7 +140,7 @@ impl Progress {
                 {
                     self.settled.insert(running.configuration.clone());
                 }
-                ended(*purpose, outcome, failed, &what, *seconds, running.as_ref(), stderr_tail)
+                ended(*purpose, outcome, failed, what, running.as_ref(), stderr_tail)
             }
             EventKind::BlockSizeFound { configuration, label, block_size, limited_by } => {
                 self.searched.insert(configuration.clone());
@@ -220,12 +220,12 @@ impl Progress {
 impl Running {
     /// Purpose, block size and label.
     pub(super) fn subject(&self) -> String {
-        subject(self.purpose, self.block_size, &self.label, self.repeat, self.attempt)
+        subject(self.purpose, self.block_size, &self.label, self.repeat, self.attempt, None)
     }
 
     /// Purpose and block size alone, for where the label stands elsewhere.
     pub(super) fn short_subject(&self) -> String {
-        subject(self.purpose, self.block_size, "", self.repeat, self.attempt)
+        subject(self.purpose, self.block_size, "", self.repeat, self.attempt, None)
     }
 
     /// Step, loss, throughput, memory and phase, as far as they are known.
@@ -267,40 +267,33 @@ pub(super) fn limited_by_words(limited_by: LimitedBy) -> &'static str {
     }
 }
 
-fn subject(purpose: Purpose, block_size: usize, label: &str, repeat: u32, attempt: u32) -> String {
+/// Purpose, block size, then the time it took where it ended, and the label last: it may be longer than the rest together.
+fn subject(purpose: Purpose, block_size: usize, label: &str, repeat: u32, attempt: u32, seconds: Option<f64>) -> String {
     let purpose = match purpose {
         Purpose::Probe => "probe",
         Purpose::Train => "train",
     };
     let repeat = if repeat > 0 { format!("  repeat {repeat}") } else { String::new() };
     let attempt = if attempt > 1 { format!("  attempt {attempt}") } else { String::new() };
-    format!("{purpose}  block {block_size}{repeat}{attempt}  {label}").trim_end().to_owned()
+    let took = seconds.map_or(String::new(), |seconds| format!("  {}", format::minutes(seconds)));
+    format!("{purpose}  block {block_size}{repeat}{attempt}{took}  {label}").trim_end().to_owned()
 }
 
-fn ended(
-    purpose: Purpose,
-    outcome: &TrialOutcome,
-    failed: bool,
-    what: &str,
-    seconds: f64,
-    running: Option<&Running>,
-    stderr_tail: &str,
-) -> Vec<Line> {
-    let took = format::minutes(seconds);
+fn ended(purpose: Purpose, outcome: &TrialOutcome, failed: bool, what: String, running: Option<&Running>, stderr_tail: &str) -> Vec<Line> {
     match outcome {
-        TrialOutcome::Done if purpose == Purpose::Probe => vec![line(Tone::Good, "fits", format!("{what}  ({took})"))],
+        TrialOutcome::Done if purpose == Purpose::Probe => vec![line(Tone::Good, "fits", what)],
         TrialOutcome::Done => {
             let measured = running
                 .and_then(|running| running.evaluation.as_ref())
-                .map_or(String::new(), |evaluation| format!(", perplexity {:.2}", evaluation.perplexity.0));
-            vec![line(Tone::Good, "done", format!("{what}  ({took}{measured})"))]
+                .map_or(String::new(), |evaluation| format!(": perplexity {:.2}", evaluation.perplexity.0));
+            vec![line(Tone::Good, "done", what + &measured)]
         }
-        TrialOutcome::OutOfDeviceMemory { .. } if !failed => vec![line(Tone::Quiet, "no fit", format!("{what}  ({took}): {outcome}"))],
-        TrialOutcome::KilledByUser | TrialOutcome::Preempted => vec![line(Tone::Note, "stopped", format!("{what}  ({took}): {outcome}"))],
+        TrialOutcome::OutOfDeviceMemory { .. } if !failed => vec![line(Tone::Quiet, "no fit", format!("{what}: {outcome}"))],
+        TrialOutcome::KilledByUser | TrialOutcome::Preempted => vec![line(Tone::Note, "stopped", format!("{what}: {outcome}"))],
         _ => {
-            let mut lines = vec![line(Tone::Bad, "FAILED", format!("{what}  ({took}): {outcome}"))];
-            lines
-                .extend(printable(stderr_tail).lines().filter(|text| !text.trim().is_empty()).map(|text| line(Tone::Quiet, "", format!("| {text}"))));
+            let mut lines = vec![line(Tone::Bad, "FAILED", format!("{what}: {outcome}"))];
+            let said = printable(stderr_tail);
+            lines.extend(said.lines().filter(|text| !text.trim().is_empty()).map(|text| line(Tone::Quiet, "", format!("| {text}"))));
             lines
         }
     }

@@ -6,5 +6,6 @@ mod nvml;
 mod plan;
 mod run;
 mod schema;
+mod status;
 mod ui;
 mod world;
