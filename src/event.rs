@@ -125,3 +125,50 @@ pub enum LimitedBy {
     /// The next candidate leaves less than one global batch of data.
     Data,
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use super::{Event, EventKind};
+    use crate::protocol::Timestamp;
+    use crate::trial::{Purpose, TrialId, TrialOutcome};
+
+    /// Every outcome is flattened into its event, so none of its fields may have the name of one of the event's.
+    #[test]
+    fn every_outcome_survives_being_written_and_read() {
+        let reason = || "why".to_owned();
+        let outcomes = [
+            TrialOutcome::Done,
+            TrialOutcome::OutOfDeviceMemory { details: None },
+            TrialOutcome::OutOfHostMemory,
+            TrialOutcome::Stalled { seconds: 61.0, phase: Some("train".into()) },
+            TrialOutcome::TimedOut { seconds: 3600.0 },
+            TrialOutcome::Diverged { reason: reason() },
+            TrialOutcome::BadConfiguration { reason: reason() },
+            TrialOutcome::Failed { reason: reason() },
+            TrialOutcome::Crashed { code: None, signal: Some(11) },
+            TrialOutcome::KilledByUser,
+            TrialOutcome::Preempted,
+            TrialOutcome::Infrastructure { reason: reason() },
+            TrialOutcome::ProtocolBroken { reason: reason() },
+        ];
+        for outcome in outcomes {
+            let event = Event {
+                at: Timestamp(SystemTime::UNIX_EPOCH),
+                kind: EventKind::TrialEnded {
+                    trial: TrialId("t".into()),
+                    label: "row".into(),
+                    purpose: Purpose::Train,
+                    block_size: 64,
+                    attempt: 1,
+                    outcome,
+                    seconds: 70.0,
+                    stderr_tail: "last words".into(),
+                },
+            };
+            let text = serde_json::to_string(&event).unwrap();
+            assert_eq!(serde_json::from_str::<Event>(&text).map_err(|error| format!("{error}: {text}")), Ok(event));
+        }
+    }
+}

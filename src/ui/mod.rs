@@ -77,6 +77,11 @@ pub fn render_error(error: &CommandError) {
     let _ = stderr.write_all(error_text(error, stderr.is_terminal() && colours_wanted()).as_bytes());
 }
 
+/// Table 1 in brief, as text.
+pub fn brief_table(report: &ReportBrief) -> String {
+    summary::table(&report.rows)
+}
+
 /// Writes the text of a command to standard output. A reader that went away (`| head`) is not an error.
 pub fn print(text: &str) {
     let mut stdout = io::stdout();

@@ -36,7 +36,7 @@ fn trials(count: usize) -> String {
 }
 
 /// Table 1 in brief. Labels come last: they may be longer than a terminal is wide.
-fn table(rows: &[BriefRow]) -> String {
+pub(super) fn table(rows: &[BriefRow]) -> String {
     let mut cells = vec![["Block size max", "Time per epoch (min)", "Perplexity", "Method"].map(str::to_owned)];
     cells.extend(rows.iter().map(|row| {
         [

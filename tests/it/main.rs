@@ -4,6 +4,7 @@ mod data;
 mod devices;
 mod nvml;
 mod plan;
+mod report;
 mod run;
 mod schema;
 mod status;
