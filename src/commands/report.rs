@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use crate::cli::ReportArguments;
 use crate::error::{CommandError, ErrorKind};
 use crate::report::{self, ReportError, Summary};
-use crate::store::{self, StoreError};
+use crate::store::{self, RunFolder, StoreError};
 use crate::ui::{self, BriefRow, ReportBrief};
 
 /// Runs the command.
@@ -22,12 +22,19 @@ pub fn report(arguments: &ReportArguments) -> Result<(), CommandError> {
         };
         return Err(error.hint("name a run folder or a sweep's folder, or give --results DIR"));
     };
-    let summary = report::generate(&folder).map_err(|error| match error {
+    ui::print(&text(&generate(&folder)?));
+    Ok(())
+}
+
+/// Writes the report of a run.
+///
+/// # Errors
+/// The folder cannot be read or written.
+pub(crate) fn generate(folder: &RunFolder) -> Result<Summary, CommandError> {
+    report::generate(folder).map_err(|error| match error {
         ReportError::Store(error) => store_error(error),
         other => CommandError::internal(other.to_string()),
-    })?;
-    ui::print(&text(&summary));
-    Ok(())
+    })
 }
 
 /// A damaged or newer folder is the user's to choose otherwise; a disk that refuses is the machine's fault.

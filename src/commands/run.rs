@@ -7,6 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::plan::load;
 use super::prepare::prepare;
+use super::report::{brief, generate};
 use crate::cli::{Launcher, RunArguments};
 use crate::error::{CommandError, ErrorKind};
 use crate::event::Event;
@@ -71,10 +72,12 @@ pub fn run(arguments: &RunArguments) -> Result<(), CommandError> {
     }
     let mut screen = Screen(ui::events(arguments.json));
     let summary = run::run(work, &chosen.folder, options, true, &mut screen).map_err(store_error)?;
-    screen.0.finish(None);
+    let report = generate(&chosen.folder);
+    screen.0.finish(report.as_ref().ok().map(brief).as_ref());
     // Others may work in the folder from here on.
     drop(chosen.lock);
-    ended(&summary, &chosen.folder, &arguments.sweep.file)
+    ended(&summary, &chosen.folder, &arguments.sweep.file)?;
+    report.map(drop)
 }
 
 /// Shows events on the screen.
