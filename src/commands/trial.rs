@@ -1,4 +1,4 @@
-//! `sweep trial`: one trial, in the child process.
+//! `sweep trial`: one trial, in the child process. Its exit codes are the child's of the protocol, not `sweep`'s.
 
 use std::process::ExitCode;
 
@@ -6,7 +6,23 @@ use crate::cli::TrialArguments;
 use crate::error::CommandError;
 use crate::ui;
 
-/// Runs the trial and answers with the child's exit codes rather than `sweep`'s.
+/// Runs the trial.
+#[cfg(feature = "cpu")]
+pub fn trial(arguments: &TrialArguments) -> ExitCode {
+    use crate::trial::child_exit;
+
+    let code = match crate::train::run(&arguments.request) {
+        Ok(()) => child_exit::DONE,
+        Err(failure) => {
+            ui::render_error(&CommandError::user(failure.to_string()));
+            failure.exit_code()
+        }
+    };
+    ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX))
+}
+
+/// Says that this build cannot train.
+#[cfg(not(feature = "cpu"))]
 pub fn trial(_arguments: &TrialArguments) -> ExitCode {
     let error = CommandError::user("this sweep was built without training (--no-default-features)").hint("build it with the default features");
     ui::render_error(&error);

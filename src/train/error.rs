@@ -1,5 +1,8 @@
 //! The error of the training room: what went wrong, on which rank, and so which exit code of the child it means.
 
+/// How the message of a rank that panicked begins.
+pub(super) const PANICKED: &str = "panicked: ";
+
 /// Why training could not go on.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum TrainError {
@@ -20,4 +23,14 @@ pub enum TrainError {
         /// What it said.
         message: String,
     },
+}
+
+impl TrainError {
+    /// Whether a rank panicked, which is a defect of ours: to whoever started the process it is a crash.
+    pub fn is_panic(&self) -> bool {
+        match self {
+            Self::Failed(message) | Self::Rank { message, .. } => message.starts_with(PANICKED),
+            Self::Request(_) | Self::Input(_) => false,
+        }
+    }
 }

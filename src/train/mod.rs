@@ -1,8 +1,95 @@
 //! Everything that names Burn. Run by `sweep trial` in the child.
 
+pub mod config;
+pub mod dataset;
 pub mod error;
+pub mod eval;
 pub mod fsdp;
 pub mod memory;
 pub mod model;
+pub mod optim;
+pub mod reporter;
 pub mod scaler;
 pub mod schedule;
+pub mod timing;
+pub mod trainer;
+pub mod weights;
+
+use std::path::Path;
+use std::time::Instant;
+
+use self::config::TrialConfig;
+use self::error::TrainError;
+use self::reporter::Reporter;
+use crate::protocol::{DataCounts, PROTOCOL, Timing, TrialEnding, TrialRequest, TrialResult};
+use crate::store::{self, AttemptFolder};
+use crate::trial::child_exit;
+
+/// Exit code of a defect of our own: a crash to whoever started us.
+const CRASHED: i32 = 70;
+
+/// Why a trial did not end with a complete result.
+#[derive(Debug, thiserror::Error)]
+pub enum TrialFailure {
+    /// The training room could not do it.
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    /// The loss became NaN or infinite.
+    #[error("training diverged: {0}")]
+    Diverged(String),
+}
+
+impl TrialFailure {
+    /// The child's exit code.
+    pub fn exit_code(&self) -> i32 {
+        match self {
+            Self::Train(TrainError::Request(_) | TrainError::Input(_)) => child_exit::BAD_REQUEST,
+            Self::Train(error) if error.is_panic() => CRASHED,
+            Self::Train(_) | Self::Diverged(_) => child_exit::FAILED,
+        }
+    }
+}
+
+/// Runs the trial that the request file asks for and writes its answers beside it.
+///
+/// # Errors
+/// Everything but a complete result. What went wrong in training stands in `result.json` too.
+pub fn run(request: &Path) -> Result<(), TrialFailure> {
+    let began = Instant::now();
+    let folder = AttemptFolder(request.parent().map(Path::to_owned).unwrap_or_default());
+    let config = TrialConfig::read(request)?;
+    let reporter = Reporter::open(&folder.messages())?;
+    let (result, failure) = match trainer::train(&config, &reporter, began) {
+        Ok(result) => {
+            let failure = match &result.ending {
+                TrialEnding::Diverged { reason } => Some(TrialFailure::Diverged(reason.clone())),
+                _ => None,
+            };
+            (result, failure)
+        }
+        Err(error @ (TrainError::Request(_) | TrainError::Input(_))) => return Err(error.into()),
+        Err(error) => (failed(&config.request, &reporter, &error), Some(error.into())),
+    };
+    store::write_json(&folder.result(), &result).map_err(|error| TrainError::Failed(error.to_string()))?;
+    failure.map_or(Ok(()), Err)
+}
+
+/// The result of a training that failed: it says why, and nothing that was not measured.
+fn failed(request: &TrialRequest, reporter: &Reporter, error: &TrainError) -> TrialResult {
+    TrialResult {
+        protocol: PROTOCOL,
+        trial: request.trial.clone(),
+        ending: TrialEnding::Failed { reason: error.to_string() },
+        optimizer_steps: 0,
+        skipped_steps: 0,
+        tokens_seen: 0,
+        evaluation: None,
+        evaluation_common: None,
+        timing: Timing::default(),
+        peak_bytes: Vec::new(),
+        host_bytes: Vec::new(),
+        parameters: 0,
+        data: DataCounts::default(),
+        warnings: reporter.warnings(),
+    }
+}

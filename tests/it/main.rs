@@ -8,5 +8,7 @@ mod report;
 mod run;
 mod schema;
 mod status;
+#[cfg(feature = "cpu")]
+mod trial;
 mod ui;
 mod world;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use burn::tensor::Device;
 
 use super::buffer::Buffer;
-use crate::train::error::TrainError;
+use crate::train::error::{PANICKED, TrainError};
 
 /// How long a rank waits for the others in a collective before it gives up.
 pub const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30 * 60);
@@ -319,7 +319,7 @@ fn body_in_pool<T: Send>(
 
 fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned()).or_else(|| panic.downcast_ref::<String>().cloned());
-    format!("panicked: {}", text.unwrap_or_else(|| "no message".to_owned()))
+    format!("{PANICKED}{}", text.unwrap_or_else(|| "no message".to_owned()))
 }
 
 #[cfg(test)]

@@ -1,0 +1,391 @@
+//! The training loop.
+//!
+//! [`train`] sets up what ranks share and starts them; [`Trainer::run`] is what each of them does, from top to bottom.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use burn::tensor::Device;
+
+use super::config::TrialConfig;
+use super::dataset::{self, TrialData};
+use super::error::TrainError;
+use super::eval::{evaluate, evaluate_full_batch};
+use super::fsdp::{FullyShardedDataParallel, Shard, run_ranks};
+use super::memory::{self, Accounts, Phase};
+use super::model::Model;
+use super::model::gpt2::Gpt2;
+use super::model::ops::AttentionKind;
+use super::optim::{self, AdamW, FlatShard, clip_coefficient};
+use super::reporter::Reporter;
+use super::scaler::GradScaler;
+use super::schedule::Schedule;
+use super::timing::{self, StepTime};
+use super::weights;
+use crate::data::{Blocks, Dealing, Epoch};
+use crate::protocol::{Architecture, Evaluation, MessageKind, Number, PROTOCOL, Step, TrialEnding, TrialResult};
+use crate::spec::settings::{AttnImplementation, FsdpSettings, TrainDuration, TrainSettings};
+
+/// Runs a trial on all its ranks. `began` is when the process did.
+///
+/// # Errors
+/// What a rank could not do, or what cannot be read. A loss that becomes NaN is no error but an ending.
+pub fn train(config: &TrialConfig, reporter: &Reporter, began: Instant) -> Result<TrialResult, TrainError> {
+    let request = &config.request;
+    reporter.started(config.world_size())?;
+    reporter.phase("load")?;
+    let data = TrialData::load(config, reporter)?;
+    let Architecture::Gpt2(sizes) = &request.model.architecture;
+    let model: Arc<dyn Model> = Arc::new(Gpt2::new(sizes.clone(), attention(request.settings.model.attn_implementation)));
+    let weights = weights::open(&request.model, request.seed)?;
+    if !request.settings.fsdp.use_orig_params && request.settings.train.weight_decay > 0.0 && !request.settings.train.decay_norm_and_bias {
+        reporter.warn("use_orig_params = false: norms and biases decay too, since a flat parameter is one to the optimiser, as in PyTorch")?;
+    }
+    let accounts = Arc::new(Accounts::new(config.world_size()).map_err(|error| TrainError::Request(error.to_string()))?);
+    for account in accounts.ranks() {
+        account.set_budget(request.settings.device.memory);
+    }
+    let on_thread = {
+        let (accounts, cores) = (accounts.clone(), config.cores.clone());
+        move |rank: usize| {
+            accounts.rank(rank).adopt_thread();
+            bind_to(&cores.of_rank[rank]);
+        }
+    };
+    let mut outcomes = run_ranks(config.world_size(), config.cores.threads_per_rank, &Device::flex(), on_thread, |context| {
+        let shared = Shared { config, reporter, data: &data, accounts: &accounts, began };
+        let engine = FullyShardedDataParallel::new(context, model.clone(), &request.settings.fsdp, &config.engine, &*weights)?;
+        Trainer::new(shared, engine)?.run()
+    })?;
+    let outcome = outcomes.swap_remove(0);
+    let usage: Vec<_> = accounts.ranks().iter().map(|account| account.usage()).collect();
+    let steps_per_epoch = data.train.count() as f64 / data.dealing.global_batch_size() as f64;
+    let mut timing = timing::summarise(&outcome.times, steps_per_epoch);
+    timing.evaluation_seconds = outcome.evaluation_seconds;
+    timing.startup_seconds = outcome.startup_seconds;
+    Ok(TrialResult {
+        protocol: PROTOCOL,
+        trial: request.trial.clone(),
+        ending: outcome.diverged.map_or(TrialEnding::Done, |reason| TrialEnding::Diverged { reason }),
+        optimizer_steps: outcome.times.len() as u64,
+        skipped_steps: outcome.skipped_steps,
+        tokens_seen: outcome.times.iter().map(|step| step.tokens).sum(),
+        evaluation: outcome.evaluation,
+        evaluation_common: outcome.evaluation_common,
+        timing,
+        peak_bytes: usage.iter().map(|usage| usage.peak).collect(),
+        host_bytes: usage.iter().map(|usage| usage.host_peak).collect(),
+        parameters: model.modules().numel() as u64,
+        data: data.counts(),
+        warnings: reporter.warnings(),
+    })
+}
+
+/// `auto` is the attention that needs least memory and time.
+fn attention(setting: AttnImplementation) -> AttentionKind {
+    match setting {
+        AttnImplementation::Eager => AttentionKind::Eager,
+        AttnImplementation::Auto | AttnImplementation::Flash => AttentionKind::Flash,
+    }
+}
+
+/// Binds this thread to these cores; to none in particular where none are named. A machine that refuses is slower, not wrong.
+fn bind_to(cores: &[usize]) {
+    if cores.is_empty() {
+        return;
+    }
+    let mut set = rustix::thread::CpuSet::new();
+    cores.iter().filter(|core| **core < rustix::thread::CpuSet::MAX_CPU).for_each(|core| set.set(*core));
+    let _ = rustix::thread::sched_setaffinity(None, &set);
+}
+
+/// What all ranks of a trial share.
+#[derive(Clone, Copy)]
+struct Shared<'a> {
+    config: &'a TrialConfig,
+    reporter: &'a Reporter,
+    data: &'a TrialData,
+    accounts: &'a Accounts,
+    began: Instant,
+}
+
+/// What a rank knows at the end; the same on every rank but for times.
+struct Outcome {
+    /// Every optimiser step, skipped ones included.
+    times: Vec<StepTime>,
+    skipped_steps: u64,
+    /// Why training stopped early, if it did.
+    diverged: Option<String>,
+    evaluation: Option<Evaluation>,
+    evaluation_common: Option<Evaluation>,
+    evaluation_seconds: f64,
+    startup_seconds: f64,
+}
+
+/// One rank in training.
+struct Trainer<'a> {
+    shared: Shared<'a>,
+    settings: &'a TrainSettings,
+    engine: FullyShardedDataParallel,
+    optimizer: AdamW,
+    scaler: Option<GradScaler>,
+    schedule: Schedule,
+    /// Optimiser steps of the whole training.
+    total_steps: u64,
+    /// Optimiser steps that were not skipped.
+    applied: u64,
+    outcome: Outcome,
+}
+
+/// Gradients of one step, measured: the same on every rank.
+struct Gradients {
+    /// Global norm before clipping.
+    norm: f64,
+    /// What gradients are multiplied by to undo the loss scale.
+    unscale: f32,
+}
+
+impl<'a> Trainer<'a> {
+    fn new(shared: Shared<'a>, mut engine: FullyShardedDataParallel) -> Result<Self, TrainError> {
+        let settings = &shared.config.request.settings;
+        let total_steps = total_steps(&settings.train, &shared.data.train, &shared.data.dealing);
+        let layouts = engine.shards().iter().map(|shard| (trained_runs(shard, &settings.train, &settings.fsdp), shard.offloaded));
+        Ok(Self {
+            optimizer: AdamW::new(&settings.train, layouts),
+            scaler: GradScaler::for_settings(&settings.fsdp),
+            schedule: Schedule::new(&settings.train, total_steps),
+            settings: &settings.train,
+            total_steps,
+            applied: 0,
+            outcome: Outcome {
+                times: Vec::new(),
+                skipped_steps: 0,
+                diverged: None,
+                evaluation: None,
+                evaluation_common: None,
+                evaluation_seconds: 0.0,
+                startup_seconds: 0.0,
+            },
+            shared,
+            engine,
+        })
+    }
+
+    fn run(mut self) -> Result<Outcome, TrainError> {
+        self.engine.group().barrier()?;
+        self.outcome.startup_seconds = self.shared.began.elapsed().as_secs_f64();
+        self.tell(|reporter| reporter.phase("train"))?;
+        let Shared { data, config, .. } = self.shared;
+        'training: for number in 0.. {
+            let epoch = memory::host(|| data.dealing.epoch(&data.train, number)).map_err(|error| TrainError::Input(error.to_string()))?;
+            for step in 0..epoch.steps() {
+                if self.has_taken_all_steps() {
+                    break 'training;
+                }
+                self.step(&epoch, step)?;
+                if self.outcome.diverged.is_some() {
+                    return Ok(self.outcome);
+                }
+                if config.probe_steps.is_none() && self.is_time_to_evaluate() {
+                    self.evaluate_during_training()?;
+                }
+            }
+        }
+        if config.probe_steps.is_some() {
+            self.end_probe()?
+        } else {
+            self.end_training()?
+        }
+        Ok(self.outcome)
+    }
+
+    fn has_taken_all_steps(&self) -> bool {
+        match self.shared.config.probe_steps {
+            // A step that was skipped allocated no optimiser state, so it proves nothing.
+            Some(steps) => self.applied >= steps,
+            None => self.steps_taken() >= self.total_steps,
+        }
+    }
+
+    /// One optimiser step: forward and backward of every pass, then clip and update.
+    fn step(&mut self, epoch: &Epoch, step: usize) -> Result<(), TrainError> {
+        let began = Instant::now();
+        let blocks = &self.shared.data.train;
+        let (rank, world_size) = (self.engine.group().rank(), self.engine.group().world_size());
+        let loss_scale = self.scaler.as_ref().map(GradScaler::scale);
+        let targets = dataset::targets(blocks, epoch.step(step));
+        let tokens = dataset::tokens(blocks, epoch.step(step));
+
+        let mut loss = 0.0;
+        let passes = epoch.passes(step);
+        for pass in 0..passes {
+            let rows = epoch.batch(step, pass, rank);
+            let batch = dataset::batch(blocks, rows);
+            // The engine takes the mean over this rank's targets and then over ranks; this makes it the mean over all targets of the step.
+            let share = world_size as f64 * dataset::targets(blocks, rows) as f64 / targets as f64;
+            let synchronise = self.settings.sync_each_batch || pass + 1 == passes;
+            memory::set_phase(Phase::Forward);
+            let sum = self.engine.forward_backward(&batch, (loss_scale.unwrap_or(1.0) * share) as f32, synchronise)?;
+            loss += sum.sum;
+        }
+
+        memory::set_phase(Phase::Optimizer);
+        let learning_rate = self.schedule.learning_rate(self.applied);
+        let gradients = self.measure_gradients(loss_scale)?;
+        let finite = gradients.norm.is_finite();
+        // Without a loss scale there is no innocent overflow: the step is not taken, and training ends below.
+        if finite {
+            self.update(&gradients, learning_rate);
+            self.applied += 1;
+        }
+        self.engine.zero_grad();
+        if let Some(scaler) = &mut self.scaler {
+            scaler.update(!finite);
+        }
+        // Also the point at which all ranks have ended their step.
+        let loss = self.engine.group().all_reduce_numbers(&[loss])?[0] / targets as f64;
+
+        let time = StepTime { seconds: began.elapsed().as_secs_f64(), tokens };
+        memory::host(|| self.outcome.times.push(time));
+        self.outcome.skipped_steps += u64::from(!finite);
+        self.outcome.diverged = self.divergence(loss, gradients.norm);
+        self.tell(|reporter| {
+            let usage: Vec<_> = self.shared.accounts.ranks().iter().map(|account| account.usage()).collect();
+            reporter.say(MessageKind::Step(Step {
+                step: self.steps_taken(),
+                steps: self.total_steps,
+                loss: Number(loss),
+                grad_norm: Number(gradients.norm),
+                learning_rate,
+                tokens,
+                step_seconds: time.seconds,
+                allocated_bytes: usage.iter().map(|usage| usage.allocated).collect(),
+                peak_bytes: usage.iter().map(|usage| usage.peak).collect(),
+                loss_scale,
+                skipped: !finite,
+            }))
+        })
+    }
+
+    /// The global gradient norm over all shards of all ranks.
+    fn measure_gradients(&mut self, loss_scale: Option<f64>) -> Result<Gradients, TrainError> {
+        let unscale = loss_scale.map_or(1.0, |scale| (1.0 / scale) as f32);
+        let replicated = self.engine.shards().first().is_some_and(|shard| shard.replicated);
+        let mut squares = self.optimizer.squared_norm(self.engine.shards().iter().map(|shard| shard.gradient.as_deref()), unscale);
+        if replicated {
+            // Every rank has every gradient; the sum over ranks must count each once.
+            squares /= self.engine.group().world_size() as f64;
+        }
+        let norm = self.engine.group().all_reduce_numbers(&[squares])?[0].sqrt();
+        Ok(Gradients { norm, unscale })
+    }
+
+    /// Clips and applies the gradients.
+    fn update(&mut self, gradients: &Gradients, learning_rate: f64) {
+        let clip = clip_coefficient(gradients.norm, self.settings.max_grad_norm);
+        let mut shards: Vec<FlatShard<'_>> =
+            self.engine.shards().iter_mut().map(|shard| FlatShard { values: &mut shard.values, gradient: shard.gradient.as_deref() }).collect();
+        self.optimizer.step(&mut shards, learning_rate, gradients.unscale, clip);
+    }
+
+    /// Why training cannot go on after a step with this loss and gradient norm, if so.
+    fn divergence(&self, loss: f64, norm: f64) -> Option<String> {
+        let step = self.steps_taken();
+        match &self.scaler {
+            // The optimiser skipped the step; a smaller scale may help.
+            Some(scaler) if !scaler.is_exhausted() => None,
+            Some(scaler) => {
+                Some(format!("gradients overflow at step {step} although the loss scale has shrunk to {:e}; the loss is {loss}", scaler.scale()))
+            }
+            None if !loss.is_finite() => Some(format!("the loss is {loss} at step {step}")),
+            None if !norm.is_finite() => Some(format!("the gradient norm is {norm} at step {step}, the loss {loss}")),
+            None => None,
+        }
+    }
+
+    fn is_time_to_evaluate(&self) -> bool {
+        let taken = self.steps_taken();
+        // The evaluation at the end follows anyway.
+        taken < self.total_steps && self.settings.eval_steps.is_some_and(|every| taken.is_multiple_of(every))
+    }
+
+    fn evaluate_during_training(&mut self) -> Result<(), TrainError> {
+        self.tell(|reporter| reporter.phase("evaluate"))?;
+        self.evaluate(&self.shared.data.eval)?;
+        self.tell(|reporter| reporter.phase("train"))
+    }
+
+    fn evaluate(&mut self, blocks: &Blocks) -> Result<Option<Evaluation>, TrainError> {
+        if blocks.count() == 0 {
+            return Ok(None);
+        }
+        let evaluation = evaluate(&mut self.engine, blocks, self.settings.per_device_eval_batch_size)?;
+        if let Some(evaluation) = &evaluation {
+            self.outcome.evaluation_seconds += evaluation.seconds;
+            let said = MessageKind::Eval { step: self.steps_taken(), evaluation: evaluation.clone() };
+            self.tell(|reporter| reporter.say(said))?;
+        }
+        Ok(evaluation)
+    }
+
+    /// Evaluates at the trial's own block size and at the common one.
+    fn end_training(&mut self) -> Result<(), TrainError> {
+        self.tell(|reporter| reporter.phase("evaluate"))?;
+        let data = self.shared.data;
+        self.outcome.evaluation = self.evaluate(&data.eval)?;
+        self.outcome.evaluation_common = match &data.eval_common {
+            Some(blocks) => self.evaluate(blocks)?,
+            None if self.shared.config.request.settings.train.eval_block_size == data.eval.block_size() => self.outcome.evaluation.clone(),
+            None => None,
+        };
+        if let Some(evaluation) = &self.outcome.evaluation
+            && !evaluation.loss.0.is_finite()
+        {
+            self.outcome.diverged = Some(format!("the evaluation loss is {} after the last step", evaluation.loss.0));
+        }
+        Ok(())
+    }
+
+    /// Runs one evaluation batch of full size: the probe's answer covers the memory that the evaluation of a real training takes.
+    fn end_probe(&mut self) -> Result<(), TrainError> {
+        self.tell(|reporter| reporter.phase("evaluate"))?;
+        let data = self.shared.data;
+        let own = if data.eval.count() > 0 { &data.eval } else { &data.train };
+        let longer = data.eval_common.as_ref().filter(|blocks| blocks.count() > 0 && blocks.block_size() > own.block_size());
+        for blocks in [Some(own), longer].into_iter().flatten() {
+            evaluate_full_batch(&mut self.engine, blocks, self.settings.per_device_eval_batch_size)?;
+        }
+        Ok(())
+    }
+
+    /// Steps so far, skipped ones included.
+    fn steps_taken(&self) -> u64 {
+        self.outcome.times.len() as u64
+    }
+
+    /// Says something once, not once per rank. What messages are made of is host memory.
+    fn tell(&self, say: impl FnOnce(&Reporter) -> Result<(), TrainError>) -> Result<(), TrainError> {
+        if self.engine.group().rank() == 0 { memory::host(|| say(self.shared.reporter)) } else { Ok(()) }
+    }
+}
+
+/// Optimiser steps of a training, as the HF Trainer counts them: the last step of an epoch may be a small one.
+fn total_steps(settings: &TrainSettings, blocks: &Blocks, dealing: &Dealing) -> u64 {
+    match settings.duration {
+        TrainDuration::MaxSteps(steps) => steps,
+        TrainDuration::NumTrainEpochs(epochs) => (epochs * dealing.steps_per_epoch(blocks.count()) as f64).ceil() as u64,
+    }
+}
+
+/// What the optimiser trains of a shard, and which of it decays. A flat parameter (`use_orig_params = false`) is one parameter to the optimiser, so all of
+/// it decays, whatever `decay_norm_and_bias` says: PyTorch cannot tell its parts apart either.
+fn trained_runs(shard: &Shard, settings: &TrainSettings, fsdp: &FsdpSettings) -> Vec<optim::Run> {
+    let decay_all = settings.decay_norm_and_bias || !fsdp.use_orig_params;
+    optim::runs(
+        shard
+            .segments
+            .iter()
+            .filter(|segment| segment.requires_grad)
+            .map(|segment| optim::Run { range: segment.range.clone(), decays: segment.decays_by_default || decay_all }),
+    )
+}
