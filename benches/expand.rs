@@ -1,5 +1,5 @@
-//! Expands grids of growing size to rows, labels and settings included. Run with `cargo bench --no-default-features --bench expand`; the time per
-//! point should stay level and a million points should take under a second.
+//! Expands grids of growing size to rows, labels and settings included. Run with `cargo bench --profile dev --no-default-features --bench expand`; the
+//! time per point should stay level and a million points should take under a second.
 #![expect(clippy::print_stdout, reason = "a benchmark prints its measurements")]
 
 use std::fmt::Write as _;

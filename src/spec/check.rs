@@ -15,9 +15,9 @@ use crate::protocol::{Architecture, PreparedData};
 /// What is known about the world that a sweep is to run in. `None` and absent entries are unknown and nothing is held against them.
 #[derive(Clone, Debug, Default)]
 pub struct Facts {
-    /// Architectures found, each with the effective settings that asked for it.
+    /// Architectures found, each with the settings that asked for it.
     pub models: Vec<(ModelSettings, Architecture)>,
-    /// Data prepared, each with the effective settings that asked for it; a model's own tokenizer makes data depend on the model.
+    /// Data prepared, each with the settings that asked for it; a model's own tokenizer makes data depend on the model.
     pub data: Vec<(ModelSettings, DataSettings, PreparedData)>,
     /// Memory of the host in bytes.
     pub host_memory_bytes: Option<u64>,
@@ -115,7 +115,7 @@ const GPT2_CLASSES: &[&str] = &["GPT2Block"];
 
 impl Model {
     fn find(row: &Row, facts: &Facts) -> Self {
-        let model = &row.effective.model;
+        let model = &row.settings.model;
         if let Some((_, architecture)) = facts.models.iter().find(|(asked, _)| asked == model) {
             let Architecture::Gpt2(config) = architecture;
             return Self {
@@ -173,7 +173,7 @@ fn of_model(row: &Row, model: &Model, found: &mut Found) {
 fn of_data(row: &Row, plan: &SweepPlan, model: &Model, facts: &Facts, found: &mut Found) {
     let settings = &row.settings;
     let prepared =
-        facts.data.iter().find(|(model, data, _)| *model == row.effective.model && *data == row.effective.data).map(|(.., prepared)| prepared);
+        facts.data.iter().find(|(model, data, _)| *model == settings.model && *data == settings.data).map(|(.., prepared)| prepared);
     let (vocab_size, train_tokens) = match (&settings.data.dataset, prepared) {
         (_, Some(prepared)) => (prepared.vocab_size, prepared.train_tokens),
         (Dataset::Synthetic { vocab, train_tokens, .. }, None) => (*vocab, *train_tokens as u64),

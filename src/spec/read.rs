@@ -9,7 +9,7 @@ use toml::de::{DeTable, DeValue};
 use super::mistakes::{Mistakes, Origin, list, nearest};
 use super::schema::{self, EXCLUSIVE, KEYS, Key, KeyIndex};
 use super::unbuilt;
-use super::value::Value;
+use super::value::{Kind, Value, type_of};
 
 /// A value and where it was written.
 #[derive(Clone, Debug, PartialEq)]
@@ -242,7 +242,7 @@ impl Reader {
             if path.starts_with("search.") {
                 layer.search = Some(origin.clone());
             }
-            let list_of_values = matches!(value.get_ref(), DeValue::Array(_)) && KEYS[key].kind != super::value::Kind::Integers;
+            let list_of_values = matches!(value.get_ref(), DeValue::Array(_)) && KEYS[key].kind != Kind::BlockSizes;
             if list_of_values && self.argument.is_some() && KEYS[key].varies() {
                 layer.lists.extend(self.axis(key, &origin, value, mistakes));
             } else if list_of_values {
@@ -318,7 +318,7 @@ impl Reader {
         let mut label = None;
         for (name, value) in table {
             if name.get_ref() == "label" {
-                match super::value::Kind::Text.read(value) {
+                match Kind::Text.read(value) {
                     Ok(text) => label = Some((text.text(), self.origin(value.span()))),
                     Err(refused) => {
                         *mistakes.add(&self.origin(refused.span), format!("label: {}", refused.message)) = refused.help;
@@ -420,9 +420,7 @@ impl Reader {
         match value.get_ref() {
             DeValue::Table(table) => Some(table),
             other => {
-                mistakes
-                    .add(&self.origin(value.span()), format!("`{name}` is a table, this is a {}", other.type_str()))
-                    .push(format!("write [{name}]"));
+                mistakes.add(&self.origin(value.span()), format!("`{name}` is a table, this is {}", type_of(other))).push(format!("write [{name}]"));
                 None
             }
         }

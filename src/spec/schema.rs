@@ -8,7 +8,7 @@ use toml::de::DeValue;
 
 use super::plan::{CheckpointSettings, Limits};
 use super::settings::*;
-use super::value::{Bounds, Kind, Value};
+use super::value::{Bounds, Kind, LEAST_BLOCK_SIZE, Value};
 
 /// A key of the sweep file.
 pub(crate) struct Key {
@@ -134,8 +134,8 @@ pub(crate) static KEYS: &[Key] = &[
     point("train.adam_beta2", BELOW_ONE, Some("0.999"), "AdamW's second beta", |p, v| p.settings.train.adam_beta2 = v.number()),
     point("train.adam_epsilon", POSITIVE, Some("1e-8"), "AdamW's epsilon", |p, v| p.settings.train.adam_epsilon = v.number()),
     point("train.max_grad_norm", NON_NEGATIVE, Some("1.0"), "global norm that gradients are clipped to, 0 for none", |p, v| p.settings.train.max_grad_norm = v.number()),
-    point("train.block_size", Kind::Integer(2), None, "tokens per sequence", |p, v| p.block_size = Some(v.count())),
-    point("train.eval_block_size", Kind::Integer(2), None, "block size of the evaluation that makes rows comparable", |p, v| p.eval_block_size = Some(v.count())),
+    point("train.block_size", Kind::Integer(LEAST_BLOCK_SIZE), None, "tokens per sequence", |p, v| p.block_size = Some(v.count())),
+    point("train.eval_block_size", Kind::Integer(LEAST_BLOCK_SIZE), None, "block size of the evaluation that makes rows comparable", |p, v| p.eval_block_size = Some(v.count())),
     point("train.eval_steps", Kind::Integer(1), None, "optimiser steps between evaluations", |p, v| p.settings.train.eval_steps = Some(v.integer())),
     point("train.seed", Kind::Integer(0), None, "seed of weights, data order and dropout; sweep.seed by default", |p, v| p.seed = Some(v.integer())),
 
@@ -184,7 +184,7 @@ pub(crate) static KEYS: &[Key] = &[
     point("device.world_size", Kind::Integer(1), Some("1"), "ranks", |p, v| p.settings.device.world_size = v.count()),
     point("device.memory", Kind::Size, None, "budget per rank", |p, v| p.settings.device.memory = Some(v.size())),
 
-    sweep("search.block_size.candidates", Kind::Integers, Some("[64, 128, 256, 512, 1024]"), "block sizes to choose from", |s, v| {
+    sweep("search.block_size.candidates", Kind::BlockSizes, Some("[64, 128, 256, 512, 1024]"), "block sizes to choose from", |s, v| {
         s.candidates = v.integers().iter().map(|size| usize::try_from(*size).unwrap_or(usize::MAX)).collect();
         s.candidates.sort_unstable();
         s.candidates.dedup();
@@ -195,16 +195,16 @@ pub(crate) static KEYS: &[Key] = &[
     sweep("checkpoint.save_total_limit", Kind::Integer(1), None, "checkpoints that are kept", |s, v| s.checkpoint.save_total_limit = Some(v.count())),
     sweep("checkpoint.save_model", Kind::Bool, Some("false"), "save the trained model", |s, v| s.checkpoint.save_model = v.bool()),
 
-    sweep("limits.trial_timeout", Kind::Duration, None, "longest time of one attempt", |s, v| s.limits.trial_timeout = Some(v.duration())),
-    sweep("limits.startup_timeout", Kind::Duration, Some("\"10m\""), "longest time before the first step", |s, v| s.limits.startup_timeout = v.duration()),
-    sweep("limits.stall_timeout", Kind::Duration, Some("\"10m\""), "longest time without progress", |s, v| s.limits.stall_timeout = v.duration()),
-    sweep("limits.grace_period", Kind::Duration, Some("\"10s\""), "time between TERM and KILL", |s, v| s.limits.grace_period = v.duration()),
+    sweep("limits.trial_timeout", Kind::Duration(1), None, "longest time of one attempt", |s, v| s.limits.trial_timeout = Some(v.duration())),
+    sweep("limits.startup_timeout", Kind::Duration(1), Some("\"10m\""), "longest time before the first step", |s, v| s.limits.startup_timeout = v.duration()),
+    sweep("limits.stall_timeout", Kind::Duration(1), Some("\"10m\""), "longest time without progress", |s, v| s.limits.stall_timeout = v.duration()),
+    sweep("limits.grace_period", Kind::Duration(0), Some("\"10s\""), "time between TERM and KILL", |s, v| s.limits.grace_period = v.duration()),
     sweep("limits.retries", Kind::Integer(0), Some("1"), "attempts after the first, for infrastructure failures only", |s, v| s.limits.retries = narrow(v)),
     sweep("limits.max_consecutive_infra_failures", Kind::Integer(1), Some("3"), "infrastructure failures in a row that stop the run", |s, v| s.limits.max_consecutive_infra_failures = narrow(v)),
     sweep("limits.jobs", Kind::Integer(1), None, "trials at a time", |s, v| s.limits.jobs = Some(v.count())),
-    sweep("limits.sweep_timeout", Kind::Duration, None, "longest time of the whole run", |s, v| s.limits.sweep_timeout = Some(v.duration())),
+    sweep("limits.sweep_timeout", Kind::Duration(1), None, "longest time of the whole run", |s, v| s.limits.sweep_timeout = Some(v.duration())),
 
-    sweep("telemetry.interval", Kind::Duration, Some("\"200ms\""), "time between samples", |s, v| s.telemetry_interval = v.duration()),
+    sweep("telemetry.interval", Kind::Duration(10), Some("\"200ms\""), "time between samples", |s, v| s.telemetry_interval = v.duration()),
 
     sweep("report.control", Kind::Text, None, "as sweep.control", |s, v| s.control = Some(v.text())),
     sweep("report.columns", Kind::Text, None, "columns of the tables", |_, _| {}),

@@ -25,12 +25,12 @@ pub(crate) enum Kind {
     Choice(&'static [&'static str]),
     /// Bytes, written as text with a unit.
     Size,
-    /// A time, written as text with a unit.
-    Duration,
+    /// A time of at least this many milliseconds, written as text with a unit.
+    Duration(u64),
     /// A regular expression.
     Regex,
-    /// A list of whole numbers above 0.
-    Integers,
+    /// A list of block sizes.
+    BlockSizes,
     Dataset,
     Tokenizer,
     MixedPrecision,
@@ -116,6 +116,9 @@ impl Value {
     }
 }
 
+/// Labels are the block's own tokens shifted inside it, so that a block of one token has nothing to learn from.
+pub(crate) const LEAST_BLOCK_SIZE: u64 = 2;
+
 impl Kind {
     /// What is accepted, to follow "expected".
     pub(crate) fn expected(self) -> String {
@@ -130,9 +133,13 @@ impl Kind {
             Self::Text => "text in quotes".to_owned(),
             Self::Choice(names) => format!("one of {}", names.iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ")),
             Self::Size => "a size with its unit in quotes, such as \"16GiB\"".to_owned(),
-            Self::Duration => "a time with its unit in quotes, such as \"200ms\" or \"4h\"".to_owned(),
+            Self::Duration(least) => {
+                let least =
+                    if least > 0 { format!(" of at least {}", humantime::format_duration(Duration::from_millis(least))) } else { String::new() };
+                format!("a time{least} with its unit in quotes, such as \"200ms\" or \"4h\"")
+            }
             Self::Regex => "a regular expression in quotes".to_owned(),
-            Self::Integers => "a list of whole numbers above 0".to_owned(),
+            Self::BlockSizes => format!("a list of whole numbers of at least {LEAST_BLOCK_SIZE}"),
             Self::Dataset => "a data set's name in quotes, { train = \"a.txt\", eval = \"b.txt\" }, { synthetic = { .. } } or { token_blocks = \
                               \"x.safetensors\", eval_blocks = \"y.safetensors\" }"
                 .to_owned(),
@@ -164,15 +171,16 @@ impl Kind {
                 None => Err(unknown_name(value, names, self, span)),
             },
             (Self::Size, DeValue::String(value)) => parse_size(value).map(Value::Size).map_err(|reason| self.refuse(span, &reason)),
-            (Self::Duration, DeValue::String(value)) => match humantime::parse_duration(value) {
-                Ok(duration) => Ok(Value::Duration(duration)),
+            (Self::Duration(least), DeValue::String(value)) => match humantime::parse_duration(value) {
+                Ok(duration) if duration >= Duration::from_millis(least) => Ok(Value::Duration(duration)),
+                Ok(_) => Err(self.refuse(span, &format!("\"{value}\" is too short"))),
                 Err(_) => Err(self.refuse(span, &format!("\"{value}\" is not a time"))),
             },
-            (Self::Integers, DeValue::Array(values)) => {
+            (Self::BlockSizes, DeValue::Array(values)) => {
                 if values.is_empty() {
                     return Err(self.refuse(span, "the list is empty"));
                 }
-                let read = values.iter().map(|value| match Self::Integer(1).read(value)? {
+                let read = values.iter().map(|value| match Self::Integer(LEAST_BLOCK_SIZE).read(value)? {
                     Value::Integer(value) => Ok(value),
                     _ => Err(self.refuse(value.span(), "not a whole number")),
                 });
@@ -210,11 +218,7 @@ impl Kind {
 
     /// The value has another type; where only its quotes are wrong, say so.
     fn mistyped(self, value: &DeValue<'_>, span: Range<usize>) -> Refused {
-        let article = match value {
-            DeValue::Integer(_) | DeValue::Array(_) => "an",
-            _ => "a",
-        };
-        let refused = self.refuse(span, &format!("this is {article} {}", value.type_str()));
+        let refused = self.refuse(span, &format!("this is {}", type_of(value)));
         match (self, value) {
             (Self::Bool, DeValue::String(text)) if matches!(&**text, "true" | "false") => refused.help(format!("write {text} without quotes")),
             (Self::Integer(_) | Self::Among(_) | Self::Number(_), DeValue::String(text)) if text.parse::<f64>().is_ok() => {
@@ -226,10 +230,16 @@ impl Kind {
             },
             (Self::Text | Self::Choice(_), DeValue::Integer(_) | DeValue::Float(_) | DeValue::Boolean(_)) => refused.help("put it in quotes"),
             (Self::Size, DeValue::Integer(number)) => refused.help(format!("bytes are written \"{}B\"", number.as_str())),
-            (Self::Duration, DeValue::Integer(number)) => refused.help(format!("seconds are written \"{}s\"", number.as_str())),
+            (Self::Duration(_), DeValue::Integer(number)) => refused.help(format!("seconds are written \"{}s\"", number.as_str())),
             _ => refused,
         }
     }
+}
+
+/// The type of a TOML value, with its article.
+pub(crate) fn type_of(value: &DeValue<'_>) -> String {
+    let article = if matches!(value, DeValue::Integer(_) | DeValue::Array(_)) { "an" } else { "a" };
+    format!("{article} {}", value.type_str())
 }
 
 fn float(value: &DeFloat<'_>) -> Option<f64> {

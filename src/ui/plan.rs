@@ -142,15 +142,17 @@ fn write(plan: &PlannedSweep, out: &mut String) -> std::fmt::Result {
         let candidates: Vec<String> = search.candidates.iter().map(usize::to_string).collect();
         writeln!(out, "block size: the largest that fits of {}, {} steps a probe", candidates.join(", "), search.probe_steps)?;
     }
-    let flat: Vec<Vec<(String, String)>> = plan.rows.iter().map(flatten).collect();
-    let shared: Vec<&(String, String)> =
-        flat.first().map_or(Vec::new(), |first| first.iter().filter(|pair| flat.iter().all(|row| row.contains(pair))).collect());
+    let mut shared = plan.rows.first().map(flatten).unwrap_or_default();
+    for row in plan.rows.iter().skip(1) {
+        let settings = flatten(row);
+        shared.retain(|pair| settings.contains(pair));
+    }
     writeln!(out, "\n{}", if plan.rows.len() == 1 { "settings" } else { "the same for all rows" })?;
-    write_settings(out, "  ", shared.iter().copied())?;
-    for (number, (row, flat)) in plan.rows.iter().zip(&flat).enumerate() {
+    write_settings(out, "  ", shared.iter())?;
+    for (number, row) in plan.rows.iter().enumerate() {
         writeln!(out, "\n{}. {}", number + 1, row.label)?;
         writeln!(out, "   configuration {}{}", row.configuration, if row.provisional { " (provisional)" } else { "" })?;
-        write_settings(out, "   ", flat.iter().filter(|pair| !shared.contains(pair)))?;
+        write_settings(out, "   ", flatten(row).iter().filter(|pair| !shared.contains(pair)))?;
         for sentence in &row.collapsed {
             writeln!(out, "   collapsed: {sentence}")?;
         }
