@@ -3,6 +3,7 @@
 use burn::tensor::Tensor;
 
 use super::math::{dropout_factor, sigmoid};
+use super::number::{change, wide};
 use super::{Array, Number, dtype, for_rows, new_array, numbers, numbers_mut, record, take, vectorised, with_number};
 
 /// `a + b`. Keeps nothing; the sum takes the place of `b` where nothing else needs it.
@@ -12,7 +13,9 @@ pub fn add(a: Tensor<2>, b: Tensor<2>) -> Tensor<2> {
     with_number!(dtype(&left), T => {
         let left = numbers::<T>(&left);
         for_rows(numbers_mut::<T>(&mut sum), 1024, |chunk, sum| {
-            vectorised(|| sum.iter_mut().zip(&left[chunk * 1024..]).for_each(|(sum, left)| *sum = T::store(left.load() + sum.load())));
+            let mut room = Vec::new();
+            let left = wide(&left[chunk * 1024..chunk * 1024 + sum.len()], &mut room);
+            change(sum, |sum| vectorised(|| sum.iter_mut().zip(left).for_each(|(sum, left)| *sum += left)));
         });
     });
     record([left_parent, right_parent], sum, |gradient| [Some(gradient.clone()), Some(gradient)])
@@ -26,14 +29,17 @@ pub fn gelu_tanh(x: Tensor<2>) -> Tensor<2> {
         with_number!(dtype(&input), T => {
             let x = numbers::<T>(&input);
             for_rows(numbers_mut::<T>(&mut gradient), 1024, |chunk, gradient| {
-                vectorised(|| {
-                    for (gradient, x) in gradient.iter_mut().zip(&x[chunk * 1024..]) {
-                        let x = x.load();
-                        let gate = sigmoid(2.0 * inner(x));
-                        // d(inner)/dx, twice.
-                        let slope = 2.0 * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x);
-                        *gradient = T::store(gradient.load() * (gate + x * gate * (1.0 - gate) * slope));
-                    }
+                let mut room = Vec::new();
+                let x = wide(&x[chunk * 1024..chunk * 1024 + gradient.len()], &mut room);
+                change(gradient, |gradient| {
+                    vectorised(|| {
+                        for (gradient, &x) in gradient.iter_mut().zip(x) {
+                            let gate = sigmoid(2.0 * inner(x));
+                            // d(inner)/dx, twice.
+                            let slope = 2.0 * SQRT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x);
+                            *gradient *= gate + x * gate * (1.0 - gate) * slope;
+                        }
+                    });
                 });
             });
         });
@@ -62,10 +68,12 @@ pub fn dropout(x: Tensor<2>, p: f32, seed: u64) -> Tensor<2> {
 
 fn drop_out(values: &mut Array, p: f32, seed: u64) {
     with_number!(dtype(values), T => for_rows(numbers_mut::<T>(values), 1024, |chunk, values| {
-        vectorised(|| {
-            for (index, value) in values.iter_mut().enumerate() {
-                *value = T::store(value.load() * dropout_factor(seed, (chunk * 1024 + index) as u64, p));
-            }
+        change(values, |values| {
+            vectorised(|| {
+                for (index, value) in values.iter_mut().enumerate() {
+                    *value *= dropout_factor(seed, (chunk * 1024 + index) as u64, p);
+                }
+            });
         });
     }));
 }
@@ -74,7 +82,9 @@ fn map<T: Number>(input: &Array, f: impl Fn(f32) -> f32 + Sync) -> Array {
     let x = numbers::<T>(input);
     let mut y = vec![T::zeroed(); x.len()];
     for_rows(&mut y, 1024, |chunk, y| {
-        vectorised(|| y.iter_mut().zip(&x[chunk * 1024..]).for_each(|(y, x)| *y = T::store(f(x.load()))));
+        let mut room = Vec::new();
+        let x = wide(&x[chunk * 1024..chunk * 1024 + y.len()], &mut room);
+        change(y, |y| vectorised(|| y.iter_mut().zip(x).for_each(|(y, &x)| *y = f(x))));
     });
     new_array(y, input.layout().shape().to_vec())
 }

@@ -82,7 +82,7 @@ fn forward_sequence<T: Number>(sequence: usize, qkv: &[T], output: &mut [T], sha
                 let log_sum = vectorised(|| softmax(scores, query));
                 if keep_all {
                     let at = (head * block + query) * block;
-                    probabilities[at..at + end].iter_mut().zip(scores.iter()).for_each(|(to, &from)| *to = T::store(from));
+                    T::store_all(scores, &mut probabilities[at..at + end]);
                 } else if keep {
                     log_sums[head * block + query] = log_sum;
                 }
@@ -206,6 +206,6 @@ fn column<T: Number>(from: &[T], stride: usize, start: usize, size: usize, rows:
 /// Writes such columns back.
 fn put_column<T: Number>(from: &[f32], to: &mut [T], stride: usize, start: usize, size: usize) {
     for (row, from) in from.chunks(size).enumerate() {
-        to[row * stride + start..row * stride + start + size].iter_mut().zip(from).for_each(|(to, &from)| *to = T::store(from));
+        T::store_all(from, &mut to[row * stride + start..row * stride + start + size]);
     }
 }

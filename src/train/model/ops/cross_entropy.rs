@@ -4,6 +4,7 @@ use burn::tensor::Tensor;
 use rayon::prelude::*;
 
 use super::math::exp;
+use super::number::{change, wide};
 use super::{Number, dtype, numbers_mut, record, take, vectorised, with_number};
 
 /// What [`cross_entropy`] gives.
@@ -46,34 +47,58 @@ fn one_token<T: Number>(logits: &mut [T], target: Option<u32>, scale: Option<f32
         return 0.0;
     };
     let target = target as usize;
-    vectorised(|| {
-        let mut strands = [f32::NEG_INFINITY; 16];
-        for chunk in logits.chunks(16) {
-            for (strand, logit) in strands.iter_mut().zip(chunk) {
-                let logit = logit.load();
-                // Written so that a NaN stays: it must become a NaN loss.
-                *strand = if *strand >= logit { *strand } else { logit };
-            }
+    match scale {
+        Some(scale) => change(logits, |logits| vectorised(|| with_gradient(logits, target, scale))),
+        None => {
+            let mut room = Vec::new();
+            let logits = wide(logits, &mut room);
+            vectorised(|| {
+                let maximum = maximum(logits);
+                let mut sums = [0.0f32; 16];
+                for chunk in logits.chunks(16) {
+                    for (sum, logit) in sums.iter_mut().zip(chunk) {
+                        *sum += exp(logit - maximum);
+                    }
+                }
+                loss(maximum, sums, logits[target])
+            })
         }
-        let maximum = strands.into_iter().fold(f32::NEG_INFINITY, |maximum, strand| if maximum >= strand { maximum } else { strand });
-        let mut sums = [0.0f32; 16];
-        for chunk in logits.chunks(16) {
-            for (sum, logit) in sums.iter_mut().zip(chunk) {
-                *sum += exp(logit.load() - maximum);
-            }
+    }
+}
+
+#[inline(always)]
+fn with_gradient(logits: &mut [f32], target: usize, scale: f32) -> f64 {
+    let maximum = maximum(logits);
+    let at_target = logits[target];
+    let mut sums = [0.0f32; 16];
+    for chunk in logits.chunks_mut(16) {
+        for (sum, logit) in sums.iter_mut().zip(chunk) {
+            *logit = exp(*logit - maximum);
+            *sum += *logit;
         }
-        let sum: f32 = sums.iter().sum();
-        let loss = f64::from(maximum - logits[target].load()) + f64::from(sum).ln();
-        if let Some(scale) = scale {
-            let factor = scale / sum;
-            let at_target = exp(logits[target].load() - maximum) * factor - scale;
-            for logit in logits.iter_mut() {
-                *logit = T::store(exp(logit.load() - maximum) * factor);
-            }
-            logits[target] = T::store(at_target);
+    }
+    let factor = scale / sums.iter().sum::<f32>();
+    logits.iter_mut().for_each(|logit| *logit *= factor);
+    logits[target] -= scale;
+    loss(maximum, sums, at_target)
+}
+
+/// The largest number; NaN if there is one, so that it becomes the loss.
+#[inline(always)]
+fn maximum(logits: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if a >= b { a } else { b };
+    let mut strands = [f32::NEG_INFINITY; 16];
+    for chunk in logits.chunks(16) {
+        for (strand, &logit) in strands.iter_mut().zip(chunk) {
+            *strand = larger(*strand, logit);
         }
-        loss
-    })
+    }
+    strands.into_iter().fold(f32::NEG_INFINITY, larger)
+}
+
+#[inline(always)]
+fn loss(maximum: f32, sums: [f32; 16], at_target: f32) -> f64 {
+    f64::from(maximum - at_target) + f64::from(sums.iter().sum::<f32>()).ln()
 }
 
 #[cfg(test)]

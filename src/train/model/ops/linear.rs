@@ -3,7 +3,8 @@
 use burn::tensor::Tensor;
 
 use super::matmul::{Matrix, multiply};
-use super::{Array, Number, for_rows, new_array, numbers, record, take, with_number};
+use super::number::{change, wide};
+use super::{Array, Number, for_rows, new_array, numbers, record, take, vectorised, with_number};
 use crate::train::model::Parameter;
 
 /// `x * weight + bias` with `weight` `[in, out]`: GPT-2's `Conv1D`. Keeps `x`.
@@ -52,7 +53,9 @@ fn forward<T: Number>(input: &Array, weight: &Parameter, bias: Option<&Parameter
             multiply(&mut y, true, Matrix::new(x, rows, inputs), weights);
         } else {
             multiply(&mut y, false, Matrix::new(x, rows, inputs), weights);
-            for_rows(&mut y, outputs, |_, row| row.iter_mut().zip(bias).for_each(|(y, bias)| *y = T::store(y.load() + bias.load())));
+            let mut room = Vec::new();
+            let bias = wide(bias, &mut room);
+            for_rows(&mut y, outputs, |_, row| change(row, |row| vectorised(|| row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias))));
         }
     } else {
         multiply(&mut y, false, Matrix::new(x, rows, inputs), weights);
@@ -81,8 +84,10 @@ fn backward<T: Number>(
     if let Some(bias) = bias {
         bias.add_gradient::<T>(|to, accumulate| {
             let mut sums = vec![0.0f32; outputs];
+            let mut room = Vec::new();
             for row in dy.chunks(outputs) {
-                sums.iter_mut().zip(row).for_each(|(sum, dy)| *sum += dy.load());
+                let row = wide(row, &mut room);
+                vectorised(|| sums.iter_mut().zip(row).for_each(|(sum, dy)| *sum += dy));
             }
             to.iter_mut().zip(&sums).for_each(|(to, &sum)| *to = T::store(if accumulate { to.load() + sum } else { sum }));
         });

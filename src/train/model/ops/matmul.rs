@@ -2,7 +2,7 @@
 
 use gemm::Parallelism;
 
-use super::number::Number;
+use super::number::{Number, change};
 
 /// Multiplications below this number are not worth a second thread.
 const PARALLEL_THRESHOLD: usize = 192 * 192 * 192;
@@ -112,8 +112,11 @@ fn multiply_halves<T: Number>(to: &mut [T], accumulate: bool, a: Matrix<'_, T>, 
             }
             for (index, row) in rows.enumerate() {
                 let to = &mut to[row * n + columns.start..row * n + columns.end];
-                for (to, &sum) in to.iter_mut().zip(&sum[index * columns.len()..]) {
-                    *to = T::store(if accumulate { to.load() + T::store(sum).load() } else { sum });
+                let sum = &sum[index * columns.len()..(index + 1) * columns.len()];
+                if accumulate {
+                    change(to, |to| to.iter_mut().zip(sum).for_each(|(to, sum)| *to += sum));
+                } else {
+                    T::store_all(sum, to);
                 }
             }
         }

@@ -18,6 +18,9 @@ pub trait Number: Element + Numbers + Pod + Send + Sync {
     /// The values of `from`; both are equally long.
     fn load_all(from: &[Self], to: &mut [f32]);
 
+    /// The values of `from`, rounded to nearest; both are equally long.
+    fn store_all(from: &[f32], to: &mut [Self]);
+
     /// The numbers as f32, if that is what they are.
     fn as_f32(numbers: &[Self]) -> Option<&[f32]>;
 
@@ -37,6 +40,10 @@ impl Number for f32 {
     }
 
     fn load_all(from: &[Self], to: &mut [f32]) {
+        to.copy_from_slice(from);
+    }
+
+    fn store_all(from: &[f32], to: &mut [Self]) {
         to.copy_from_slice(from);
     }
 
@@ -66,6 +73,10 @@ macro_rules! half_number {
                 from.convert_to_f32_slice(to);
             }
 
+            fn store_all(from: &[f32], to: &mut [Self]) {
+                to.convert_from_f32_slice(from);
+            }
+
             fn as_f32(_: &[Self]) -> Option<&[f32]> {
                 None
             }
@@ -79,3 +90,25 @@ macro_rules! half_number {
 
 half_number!(f16);
 half_number!(bf16);
+
+/// `numbers` as f32: themselves, or a copy in `room`. Kernels work on rows of f32, since halves one by one are slow to convert.
+pub(super) fn wide<'a, T: Number>(numbers: &'a [T], room: &'a mut Vec<f32>) -> &'a [f32] {
+    if let Some(numbers) = T::as_f32(numbers) {
+        return numbers;
+    }
+    room.resize(numbers.len(), 0.0);
+    T::load_all(numbers, room);
+    room
+}
+
+/// Lets `change` work on `numbers` as f32.
+pub(super) fn change<T: Number, R>(numbers: &mut [T], change: impl FnOnce(&mut [f32]) -> R) -> R {
+    if let Some(numbers) = T::as_f32_mut(numbers) {
+        return change(numbers);
+    }
+    let mut room = vec![0.0; numbers.len()];
+    T::load_all(numbers, &mut room);
+    let result = change(&mut room);
+    T::store_all(&room, numbers);
+    result
+}
