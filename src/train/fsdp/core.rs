@@ -1,4 +1,7 @@
 //! The life cycle of units: when each is gathered, freed and reduced. Follows PyTorch's `_runtime_utils.py` hook by hook.
+//!
+//! A collective has ended when the call returns, so a rank never has more than one in flight and `limit_all_gathers` bounds nothing yet; what prefetch
+//! decides is when gathers happen and how many units are resident. `unshard` and `reduce` are the two places to hand over to a communication thread.
 
 use std::collections::HashMap;
 use std::ops::Range;
