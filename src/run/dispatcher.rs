@@ -34,7 +34,7 @@ pub enum Input {
         /// Which attempt.
         attempt: u32,
         /// What is known about it.
-        ending: AttemptEnding,
+        ending: Box<AttemptEnding>,
     },
     /// Ctrl-C or TERM.
     Signal,
@@ -223,7 +223,7 @@ impl Dispatcher {
                     step.events.push(EventKind::Notice { text });
                 }
             }
-            Input::Ended { trial, attempt, ending } => self.ended(&trial, attempt, ending, now, &mut step),
+            Input::Ended { trial, attempt, ending } => self.ended(&trial, attempt, *ending, now, &mut step),
             Input::Signal => self.signal(now, &mut step),
             Input::Tick => self.tick(now, &mut step),
             Input::StoreFailed { reason } => self.stop(Stop::Store { reason }, now, &mut step),

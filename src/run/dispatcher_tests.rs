@@ -152,7 +152,7 @@ impl World {
     }
 
     fn end(&mut self, trial: &str, attempt: u32, ending: AttemptEnding) {
-        self.give(Input::Ended { trial: id(trial), attempt, ending });
+        self.give(Input::Ended { trial: id(trial), attempt, ending: Box::new(ending) });
     }
 
     fn tick(&mut self, now: u64) {
@@ -590,7 +590,7 @@ proptest! {
             match next {
                 Move::End(which, how) => if let Some(trial) = nth(which) {
                     let (attempt, _) = running.remove(&trial).unwrap();
-                    world.give(Input::Ended { trial, attempt, ending: endings[how as usize].clone() });
+                    world.give(Input::Ended { trial, attempt, ending: Box::new(endings[how as usize].clone()) });
                 },
                 Move::Signal => {
                     stopped |= finished == 0;

@@ -85,7 +85,7 @@ impl Executor {
                     ..AttemptEnding::default()
                 });
                 // Where nobody listens any more the run is over.
-                drop(inbox.send(Input::Ended { trial: launch.trial, attempt: launch.attempt, ending }));
+                drop(inbox.send(Input::Ended { trial: launch.trial, attempt: launch.attempt, ending: Box::new(ending) }));
             }
         };
         self.attempts.retain(|_, (_, thread)| !thread.is_finished());

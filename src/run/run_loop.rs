@@ -219,7 +219,7 @@ impl RunLoop<'_> {
                 }
                 let reason = error.map_or_else(|| "the results folder cannot be written".to_owned(), |error| error.to_string());
                 let ending = AttemptEnding { spawn_error: Some(reason), ..AttemptEnding::default() };
-                self.pending.push_back(Input::Ended { trial: order.trial.id, attempt: order.attempt, ending });
+                self.pending.push_back(Input::Ended { trial: order.trial.id, attempt: order.attempt, ending: Box::new(ending) });
             }
         }
     }

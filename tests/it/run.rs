@@ -129,7 +129,7 @@ fn a_deleted_trial_runs_again_and_no_other() {
         world.forget_log();
         world.run(&["--resume"]).with_code(0);
         let begun: Vec<_> = world.log().into_iter().filter(|line| line[0] == "begin").map(|line| line[1].clone()).collect();
-        assert_eq!(begun, [trial.0.clone()]);
+        assert_eq!(begun, std::slice::from_ref(&trial.0));
     }
 }
 
