@@ -172,8 +172,7 @@ fn of_model(row: &Row, model: &Model, found: &mut Found) {
 
 fn of_data(row: &Row, plan: &SweepPlan, model: &Model, facts: &Facts, found: &mut Found) {
     let settings = &row.settings;
-    let prepared =
-        facts.data.iter().find(|(model, data, _)| *model == settings.model && *data == settings.data).map(|(.., prepared)| prepared);
+    let prepared = facts.data.iter().find(|(model, data, _)| *model == settings.model && *data == settings.data).map(|(.., prepared)| prepared);
     let (vocab_size, train_tokens) = match (&settings.data.dataset, prepared) {
         (_, Some(prepared)) => (prepared.vocab_size, prepared.train_tokens),
         (Dataset::Synthetic { vocab, train_tokens, .. }, None) => (*vocab, *train_tokens as u64),
