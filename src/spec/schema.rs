@@ -406,3 +406,65 @@ fn unset() -> Settings {
         device: DeviceSettings { kind: DeviceKind::Cpu, world_size: 0, memory: None },
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Values that a kind accepts, as TOML.
+    fn samples(kind: Kind) -> Vec<String> {
+        match kind {
+            Kind::Bool => vec!["true".to_owned(), "false".to_owned()],
+            Kind::Integer(least) => vec![least.to_string(), "4_000".to_owned(), "0x1F4".to_owned()],
+            Kind::Among(numbers) => numbers.iter().map(u64::to_string).collect(),
+            Kind::Number(_) => vec!["0.5".to_owned(), "5e-1".to_owned()],
+            Kind::Choice(names) => names.iter().map(|name| format!("\"{name}\"")).collect(),
+            Kind::Size => vec!["\"16GiB\"".to_owned(), "\"1.5 GB\"".to_owned()],
+            Kind::Duration(_) => vec!["\"4h 10m\"".to_owned()],
+            Kind::BlockSizes => vec!["[64, 128]".to_owned()],
+            Kind::Text | Kind::Regex => vec!["\"h.0\"".to_owned()],
+            Kind::Tokenizer => vec!["\"gpt2\"".to_owned(), "{ train_bpe = 512 }".to_owned()],
+            Kind::MixedPrecision => vec!["\"bf16\"".to_owned(), "{ reduce_dtype = \"fp16\" }".to_owned()],
+            Kind::Reshard => vec!["true".to_owned(), "2".to_owned()],
+            Kind::Dataset => {
+                ["\"a/b\"", "{ train = \"a\" }", "{ synthetic = { vocab = 8 } }", "{ token_blocks = \"a\" }"].map(str::to_owned).to_vec()
+            }
+        }
+    }
+
+    #[test]
+    fn every_key_takes_the_values_of_its_kind() {
+        for key in KEYS {
+            for written in samples(key.kind) {
+                let value = DeValue::parse(&written).expect("TOML");
+                let value = key.kind.read(&value).unwrap_or_else(|refused| panic!("{} = {written}: {}", key.path, refused.message));
+                match key.target {
+                    Target::Point(set) => set(&mut Point::with_defaults(), &value),
+                    Target::Sweep(set) => set(&mut Sweep::with_defaults(), &value),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_value_that_is_set_changes_a_point() {
+        for key in KEYS {
+            let Target::Point(set) = key.target else { continue };
+            let changed = samples(key.kind).iter().any(|written| {
+                let mut point = Point::with_defaults();
+                let value = DeValue::parse(written).expect("TOML");
+                set(&mut point, &key.kind.read(&value).unwrap_or_else(|refused| panic!("{}", refused.message)));
+                point != Point::with_defaults()
+            });
+            assert!(changed, "{} goes nowhere", key.path);
+        }
+    }
+
+    #[test]
+    fn paths_are_unique_and_bare_names_of_axes_too() {
+        for (index, key) in KEYS.iter().enumerate() {
+            assert_eq!(by_path(key.path), Some(index), "{}", key.path);
+            assert!(!key.varies() || by_name(key.name(), Key::varies) == [index], "{} is ambiguous in [grid]", key.name());
+        }
+    }
+}

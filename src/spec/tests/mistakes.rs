@@ -1,5 +1,7 @@
 //! Wrong sweep files: every mistake at its place, with what is allowed.
 
+use proptest::prelude::*;
+
 use super::*;
 
 /// A dozen different mistakes are a dozen errors, each with its line, its column, an excerpt and what to do.
@@ -62,6 +64,9 @@ fn each_kind_of_mistake_is_found_at_its_place() {
         ("[device]\nmemory = \"16Gib\"", "4:10: device.memory: \"Gib\" is not a unit of size; did you mean \"16GiB\"?"),
         ("[device]\nmemory = 16", "4:10: device.memory: this is an integer"),
         ("[limits]\ngrace_period = \"10 parsecs\"", "4:16: limits.grace_period: \"10 parsecs\" is not a time"),
+        ("[telemetry]\ninterval = \"1ms\"", "4:12: telemetry.interval: \"1ms\" is too short"),
+        ("config = 4", "3:10: `model.config` is a table, this is an integer"),
+        ("[[grid]]\nseed = 1", "3:1: `grid` is a table, this is an array"),
         ("[data]\ndataset = { train = \"a\", evl = \"b\" }", "4:26: data.dataset: unknown key `evl`"),
         ("[data]\ntokenizer = \"gpt2\"", "4:1: synthetic data are tokens already, a tokenizer has nothing to do"),
         ("[data]\ndataset = { token_blocks = \"x\" }", "4:1: token_blocks need `train.block_size`"),
@@ -128,4 +133,32 @@ fn columns_count_characters() {
     let errors = errors_with(&format!("{BASE}[train]\n\"lé\" = 1\nseed = \"ü\" # ß\n"), &[]);
     let places: Vec<_> = errors.errors.iter().map(|error| error.place.clone()).collect();
     assert_eq!(places[1], Place::File { line: 5, column: 8, excerpt: "seed = \"ü\" # ß".to_owned(), width: 3 });
+}
+
+proptest! {
+    /// However a file is damaged, what comes of it is a plan or mistakes with places inside the file.
+    #[test]
+    fn a_damaged_file_is_never_a_panic(cuts in prop::collection::vec((any::<prop::sample::Index>(), 0_usize..12, "[\\[\\]{}=\",.0-9a-z\n ü]{0,3}"), 1..4)) {
+        let mut text = include_str!("../../../sweeps/gpt2_blocksize.toml").to_owned() + "[grid]\nseed = [1, 2]\n[[exclude]]\nseed = 1\n";
+        for (place, length, inserted) in cuts {
+            let floor = |mut at: usize| {
+                while !text.is_char_boundary(at) {
+                    at -= 1;
+                }
+                at
+            };
+            let start = floor(place.index(text.len()));
+            let end = floor((start + length).min(text.len()));
+            text.replace_range(start..end, &inserted);
+        }
+        if let Err(errors) = load_with(&text, &[]) {
+            prop_assert!(!errors.errors.is_empty());
+            let lines = text.split('\n').count();
+            for error in &errors.errors {
+                if let Place::File { line, column, width, .. } = error.place {
+                    prop_assert!((1..=lines).contains(&line) && column >= 1 && width >= 1);
+                }
+            }
+        }
+    }
 }
