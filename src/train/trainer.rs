@@ -55,7 +55,7 @@ pub fn train(config: &TrialConfig, reporter: &Reporter, began: Instant) -> Resul
     let mut outcomes = run_ranks(config.world_size(), config.cores.threads_per_rank, &Device::flex(), on_thread, |context| {
         let shared = Shared { config, reporter, data: &data, accounts: &accounts, began };
         let engine = FullyShardedDataParallel::new(context, model.clone(), &request.settings.fsdp, &config.engine, &*weights)?;
-        Trainer::new(shared, engine)?.run()
+        Trainer::new(shared, engine).run()
     })?;
     let outcome = outcomes.swap_remove(0);
     let usage: Vec<_> = accounts.ranks().iter().map(|account| account.usage()).collect();
@@ -146,11 +146,11 @@ struct Gradients {
 }
 
 impl<'a> Trainer<'a> {
-    fn new(shared: Shared<'a>, mut engine: FullyShardedDataParallel) -> Result<Self, TrainError> {
+    fn new(shared: Shared<'a>, mut engine: FullyShardedDataParallel) -> Self {
         let settings = &shared.config.request.settings;
         let total_steps = total_steps(&settings.train, &shared.data.train, &shared.data.dealing);
         let layouts = engine.shards().iter().map(|shard| (trained_runs(shard, &settings.train, &settings.fsdp), shard.offloaded));
-        Ok(Self {
+        Self {
             optimizer: AdamW::new(&settings.train, layouts),
             scaler: GradScaler::for_settings(&settings.fsdp),
             schedule: Schedule::new(&settings.train, total_steps),
@@ -168,7 +168,7 @@ impl<'a> Trainer<'a> {
             },
             shared,
             engine,
-        })
+        }
     }
 
     fn run(mut self) -> Result<Outcome, TrainError> {

@@ -1,7 +1,7 @@
 //! The end of a process whose rank is over its budget: the `oom` message and `_exit(4)`, written from the allocator and therefore without allocating.
 
 use std::fmt::{self, Write as _};
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::Relaxed};
 use std::time::{Duration, SystemTime};
 
@@ -33,7 +33,7 @@ pub(super) fn end_process(words: LastWords) -> ! {
     }
     let line = message(words, SystemTime::now());
     // SAFETY: `arm` was given the descriptor for good and nobody closes it; standard error is open or the writes fail harmlessly.
-    let file = unsafe { BorrowedFd::borrow_raw(MESSAGES.load(Relaxed) as RawFd) };
+    let file = unsafe { BorrowedFd::borrow_raw(MESSAGES.load(Relaxed)) };
     let mut rest = line.as_bytes();
     while !rest.is_empty() {
         match rustix::io::write(file, rest) {
