@@ -11,6 +11,7 @@ use super::hub::{Hub, Repository, is_hub_id};
 use super::model_config;
 use super::token_file::hexadecimal;
 use crate::protocol::{Architecture, Gpt2Config, ResolvedModel};
+use crate::spec::presets::{self, Preset, Sizes};
 use crate::spec::settings::{Init, ModelSettings};
 
 const CONFIG: &str = "config.json";
@@ -18,29 +19,10 @@ const TOKENIZER: &str = "tokenizer.json";
 const WEIGHTS: &str = "model.safetensors";
 const WEIGHTS_INDEX: &str = "model.safetensors.index.json";
 
-/// A model known by name: sizes without asking anyone, so that `init = "random"` needs no network.
-#[derive(Clone, Debug, PartialEq)]
-struct Preset {
-    /// Where its weights and tokenizer are, if it was ever published.
-    hub_id: Option<&'static str>,
-    /// `[n_layer, n_embd, n_head]`
-    sizes: [usize; 3],
-    /// `None`: from the data.
-    vocab_size: Option<usize>,
-}
-
-const PRESETS: [(&str, Preset); 5] = [
-    ("gpt2", Preset { hub_id: Some("openai-community/gpt2"), sizes: [12, 768, 12], vocab_size: Some(50_257) }),
-    ("gpt2-medium", Preset { hub_id: Some("openai-community/gpt2-medium"), sizes: [24, 1024, 16], vocab_size: Some(50_257) }),
-    ("gpt2-large", Preset { hub_id: Some("openai-community/gpt2-large"), sizes: [36, 1280, 20], vocab_size: Some(50_257) }),
-    ("gpt2-xl", Preset { hub_id: Some("openai-community/gpt2-xl"), sizes: [48, 1600, 25], vocab_size: Some(50_257) }),
-    ("gpt2-tiny", Preset { hub_id: None, sizes: [4, 128, 4], vocab_size: None }),
-];
-
 /// Where a model is.
 #[derive(Clone, Debug, PartialEq)]
 enum Place {
-    Preset(Preset),
+    Preset(&'static Preset),
     Folder(PathBuf),
     /// A safetensors file, its `config.json` beside it.
     File(PathBuf),
@@ -61,7 +43,7 @@ pub fn resolve(settings: &ModelSettings, data_vocab: usize, hub: &Hub) -> Result
         });
     }
     let mut config = match &place {
-        Place::Preset(preset) => preset.config(data_vocab),
+        Place::Preset(preset) => preset_config(preset, data_vocab),
         Place::Folder(folder) => model_config::read(&folder.join(CONFIG))?,
         Place::File(file) => model_config::read(&file.with_file_name(CONFIG))?,
         Place::Hub(repository) => {
@@ -91,8 +73,8 @@ pub(crate) fn own_tokenizer(settings: &ModelSettings, hub: &Hub) -> Result<PathB
         hints: vec!["set data.tokenizer: a hub id, a tokenizer.json, or { train_bpe = 1024 }".to_owned()],
     };
     match locate(settings)? {
-        Place::Preset(Preset { hub_id: None, .. }) => Err(none(format!("model {} has none of its own", settings.id))),
-        Place::Preset(Preset { hub_id: Some(id), .. }) => tokenizer_on_hub(&Repository::model(id, settings.revision.as_deref()), hub),
+        Place::Preset(Preset { hub: None, .. }) => Err(none(format!("model {} has none of its own", settings.id))),
+        Place::Preset(Preset { hub: Some(id), .. }) => tokenizer_on_hub(&Repository::model(id, settings.revision.as_deref()), hub),
         Place::Hub(repository) => tokenizer_on_hub(&repository, hub),
         Place::Folder(folder) => tokenizer_in(&folder).ok_or_else(|| none(format!("model folder {} has no {TOKENIZER}", folder.display()))),
         Place::File(file) => {
@@ -117,7 +99,7 @@ pub(crate) fn find_tokenizer(source: &str, revision: Option<&str>, hub: &Hub) ->
     if path.is_file() {
         return Ok(path.to_owned());
     }
-    let id = PRESETS.iter().find(|(name, _)| *name == source).and_then(|(_, preset)| preset.hub_id).unwrap_or(source);
+    let id = presets::preset(source).and_then(|preset| preset.hub).unwrap_or(source);
     if looks_like_a_path(source) || !is_hub_id(id) {
         return Err(missing("tokenizer", source));
     }
@@ -149,8 +131,8 @@ fn with_hints<T>(result: Result<T, DataError>, new_hints: impl FnOnce() -> Vec<S
 
 fn locate(settings: &ModelSettings) -> Result<Place, DataError> {
     let id = settings.id.as_str();
-    if let Some((_, preset)) = PRESETS.iter().find(|(name, _)| *name == id) {
-        return Ok(Place::Preset(preset.clone()));
+    if let Some(preset) = presets::preset(id) {
+        return Ok(Place::Preset(preset));
     }
     if id.starts_with("llama-") {
         return Err(model_config::llama_refused(id));
@@ -207,12 +189,12 @@ fn find_weights(place: &Place, settings: &ModelSettings, hub: &Hub) -> Result<(P
                 None => Ok((folder.clone(), shards)),
             }
         }
-        Place::Preset(Preset { hub_id: None, .. }) => Err(DataError::BadSetting {
+        Place::Preset(Preset { hub: None, .. }) => Err(DataError::BadSetting {
             setting: "model.init",
             reason: format!("{} was never trained, there are no pretrained weights", settings.id),
             hint: Some("write init = \"random\"".to_owned()),
         }),
-        Place::Preset(Preset { hub_id: Some(hub_id), .. }) => weights_on_hub(&Repository::model(hub_id, settings.revision.as_deref()), hub),
+        Place::Preset(Preset { hub: Some(hub_id), .. }) => weights_on_hub(&Repository::model(hub_id, settings.revision.as_deref()), hub),
         Place::Hub(repository) => weights_on_hub(repository, hub),
     }
 }
@@ -315,11 +297,10 @@ fn data_end(header: &[u8]) -> Result<u64, String> {
     Ok(end)
 }
 
-impl Preset {
-    fn config(&self, data_vocab: usize) -> Gpt2Config {
-        let [n_layer, n_embd, n_head] = self.sizes;
-        Gpt2Config { n_layer, n_embd, n_head, vocab_size: self.vocab_size.unwrap_or(data_vocab), ..model_config::GPT2_DEFAULTS }
-    }
+/// A preset's sizes are known without asking anyone, so that `init = "random"` needs no network.
+fn preset_config(preset: &Preset, data_vocab: usize) -> Gpt2Config {
+    let Sizes { n_layer, n_embd, n_head, n_positions, vocab_size } = preset.sizes;
+    Gpt2Config { n_layer, n_embd, n_head, n_positions, vocab_size: vocab_size.unwrap_or(data_vocab), ..model_config::GPT2_DEFAULTS }
 }
 
 #[cfg(test)]
