@@ -74,7 +74,7 @@ fn row_status(folder: &RunFolder, row: &ManifestRow, manifest: &RunManifest, sta
     let done = |trial: &&TrialState| trial.outcome() == Some(&TrialOutcome::Done);
     let found = state.block_sizes.get(&row.configuration);
     // The training that says most about the row.
-    let shown = trainings().find(running).or_else(|| trainings().find(done)).or_else(|| trainings().find(failed)).or_else(|| trainings().last());
+    let shown = trainings().find(running).or_else(|| trainings().find(done)).or_else(|| trainings().find(failed)).or_else(|| trainings().next_back());
     let label = row.row.label.clone();
     let mut status = match shown {
         Some(training) => {

@@ -255,7 +255,7 @@ mod tests {
             }
             values
         };
-        assert_eq!(update(&[0..40_000]), update(&[0..1, 1..17, 17..33_333, 33_333..40_000]));
+        assert_eq!(update(std::slice::from_ref(&(0..40_000))), update(&[0..1, 1..17, 17..33_333, 33_333..40_000]));
     }
 
     #[test]
