@@ -76,7 +76,7 @@ pub fn run(arguments: &RunArguments) -> Result<(), CommandError> {
     screen.0.finish(report.as_ref().ok().map(brief).as_ref());
     // Others may work in the folder from here on.
     drop(chosen.lock);
-    ended(&summary, &chosen.folder, &arguments.sweep.file)?;
+    ended(&summary, &chosen.folder, &again(arguments))?;
     report.map(drop)
 }
 
@@ -296,9 +296,23 @@ fn unwritable(error: &StoreError) -> CommandError {
     CommandError::new(kind, format!("the results folder cannot be written: {error}")).hint("choose another with --results DIR")
 }
 
+/// The command that finds this run again: the same file under the same overlays, in the same results folder.
+fn again(arguments: &RunArguments) -> String {
+    let mut command = format!("sweep run {}", arguments.sweep.file.display());
+    if let Some(profile) = &arguments.sweep.profile {
+        command.push_str(&format!(" --profile {profile}"));
+    }
+    for set in &arguments.sweep.set {
+        command.push_str(&format!(" --set '{}'", set.replace('\'', r"'\''")));
+    }
+    if arguments.results != Path::new("results") {
+        command.push_str(&format!(" --results {}", arguments.results.display()));
+    }
+    command
+}
+
 /// The end of a run as an error, or none.
-fn ended(summary: &RunSummary, folder: &RunFolder, file: &Path) -> Result<(), CommandError> {
-    let again = format!("sweep run {}", file.display());
+fn ended(summary: &RunSummary, folder: &RunFolder, again: &str) -> Result<(), CommandError> {
     match &summary.finish {
         Finish::Done => Ok(()),
         Finish::TrialsFailed => {
@@ -323,6 +337,27 @@ fn ended(summary: &RunSummary, folder: &RunFolder, file: &Path) -> Result<(), Co
         Finish::Infrastructure { reason } => {
             Err(CommandError::infrastructure(reason.clone())
                 .hint(format!("what is done is kept in {}; `{again}` goes on with it", folder.0.display())))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::{Cli, Command};
+
+    #[test]
+    fn the_command_that_goes_on_names_the_same_run() {
+        let cases = [
+            (vec!["sweep", "run", "a.toml", "--json"], "sweep run a.toml"),
+            (vec!["sweep", "run", "a.toml", "--profile", "cpu", "--results", "/r"], "sweep run a.toml --profile cpu --results /r"),
+            (vec!["sweep", "run", "a.toml", "--set", "name = 'x'"], r"sweep run a.toml --set 'name = '\''x'\'''"),
+        ];
+        for (typed, expected) in cases {
+            let Command::Run(arguments) = Cli::parse_from(typed).command else { panic!("not a run") };
+            assert_eq!(again(&arguments), expected);
         }
     }
 }
