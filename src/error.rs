@@ -3,6 +3,8 @@
 use std::fmt;
 use std::process::ExitCode;
 
+use crate::store::StoreError;
+
 /// Why a command ended without doing its job. Each kind is one exit code of the contract.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
@@ -92,3 +94,14 @@ impl fmt::Display for CommandError {
 }
 
 impl std::error::Error for CommandError {}
+
+/// A damaged or newer folder is the user's to choose otherwise; a disk that refuses is the machine's fault.
+impl From<StoreError> for CommandError {
+    fn from(error: StoreError) -> Self {
+        let kind = match &error {
+            StoreError::Io { .. } => ErrorKind::Infrastructure,
+            StoreError::Malformed { .. } | StoreError::NewerFormat { .. } => ErrorKind::User,
+        };
+        Self::new(kind, error.to_string())
+    }
+}

@@ -3,9 +3,9 @@
 use std::fmt::Write as _;
 
 use crate::cli::ReportArguments;
-use crate::error::{CommandError, ErrorKind};
+use crate::error::CommandError;
 use crate::report::{self, ReportError, Summary};
-use crate::store::{self, RunFolder, StoreError};
+use crate::store::{self, RunFolder};
 use crate::ui::{self, BriefRow, ReportBrief};
 
 /// Runs the command.
@@ -14,7 +14,7 @@ use crate::ui::{self, BriefRow, ReportBrief};
 /// There is no such run, it was written by a newer `sweep`, or its folder cannot be read or written.
 pub fn report(arguments: &ReportArguments) -> Result<(), CommandError> {
     let results = &arguments.run.results;
-    let chosen = store::choose_run(results, arguments.run.run.as_deref()).map_err(store_error)?;
+    let chosen = store::choose_run(results, arguments.run.run.as_deref())?;
     let Some(folder) = chosen else {
         let error = match &arguments.run.run {
             Some(run) => CommandError::user(format!("there is no run {} (looked in {} too)", run.display(), results.display())),
@@ -32,18 +32,9 @@ pub fn report(arguments: &ReportArguments) -> Result<(), CommandError> {
 /// The folder cannot be read or written.
 pub(crate) fn generate(folder: &RunFolder) -> Result<Summary, CommandError> {
     report::generate(folder).map_err(|error| match error {
-        ReportError::Store(error) => store_error(error),
+        ReportError::Store(error) => error.into(),
         other => CommandError::internal(other.to_string()),
     })
-}
-
-/// A damaged or newer folder is the user's to choose otherwise; a disk that refuses is the machine's fault.
-fn store_error(error: StoreError) -> CommandError {
-    let kind = match &error {
-        StoreError::Io { .. } => ErrorKind::Infrastructure,
-        StoreError::Malformed { .. } | StoreError::NewerFormat { .. } => ErrorKind::User,
-    };
-    CommandError::new(kind, error.to_string())
 }
 
 /// Table 1 in brief, for the terminal here and at the end of a run.

@@ -71,7 +71,7 @@ pub fn run(arguments: &RunArguments) -> Result<(), CommandError> {
         return Err(CommandError::new(ErrorKind::NothingToDo, format!("run {} has no trial to run again", chosen.folder.0.display())));
     }
     let mut screen = Screen(ui::events(arguments.json));
-    let summary = run::run(work, &chosen.folder, options, true, &mut screen).map_err(store_error)?;
+    let summary = run::run(work, &chosen.folder, options, true, &mut screen)?;
     let report = generate(&chosen.folder);
     screen.0.finish(report.as_ref().ok().map(brief).as_ref());
     // Others may work in the folder from here on.
@@ -153,7 +153,7 @@ fn choose(arguments: &RunArguments, planned: &Planned, configurations: &[Configu
         return Err(CommandError::user("--rerun runs trials of the newest run again, --new starts another run").hint("give one of them"));
     }
     let sweep = &planned.manifest.sweep;
-    let newest = if arguments.new { None } else { store::newest_run(&arguments.results, sweep).map_err(store_error)? };
+    let newest = if arguments.new { None } else { store::newest_run(&arguments.results, sweep)? };
     let Some(folder) = newest else {
         if must_go_on {
             let message = format!("{flag}: there is no run of {sweep} in {}", arguments.results.display());
@@ -161,7 +161,7 @@ fn choose(arguments: &RunArguments, planned: &Planned, configurations: &[Configu
         }
         return start(arguments, planned, Vec::new());
     };
-    let Some(lock) = RunLock::take(&folder).map_err(store_error)? else {
+    let Some(lock) = RunLock::take(&folder)? else {
         if must_go_on {
             let message = format!("run {} is in use by another sweep", folder.0.display());
             return Err(CommandError::infrastructure(message).hint("wait for it to end, or start another run with --new"));
@@ -173,7 +173,7 @@ fn choose(arguments: &RunArguments, planned: &Planned, configurations: &[Configu
         Err(error) if must_go_on => return Err(CommandError::user(format!("{flag}: {error}"))),
         Err(error) => return start(arguments, planned, vec![format!("The newest run cannot go on: {error}. Another run starts.")]),
     };
-    let state = RunState::read(&folder).map_err(store_error)?;
+    let state = RunState::read(&folder)?;
     let differences = resume::differences(&old, &planned.manifest);
     if differences.is_empty() {
         let unfinished = is_unfinished(&old, configurations, &state);
@@ -275,13 +275,6 @@ fn damage(state: &RunState) -> Vec<String> {
     let events = state.unreadable_events.iter().map(|(line, reason)| format!("events.jsonl line {line} cannot be read and is left out: {reason}"));
     let trials = state.unreadable_trials.iter().map(|reason| format!("A trial runs again, its folder is damaged: {reason}"));
     events.chain(trials).collect()
-}
-
-fn store_error(error: StoreError) -> CommandError {
-    match error {
-        StoreError::Io { .. } => CommandError::infrastructure(error.to_string()),
-        StoreError::Malformed { .. } | StoreError::NewerFormat { .. } => CommandError::user(error.to_string()),
-    }
 }
 
 /// A results folder that takes nothing. What only the user can change is the user's; a full or failing disk is the machine's.
