@@ -132,6 +132,7 @@ fn sweep(shape: &Shape) -> Result<Measured, Box<dyn Error>> {
             description: String::new(),
         },
         cores: vec![0, 1],
+        checkpoint: None,
     };
     write_json(&attempt.request(), &request)?;
     let before = children_cpu_seconds()?;

@@ -122,6 +122,21 @@ pub struct TrialRequest {
     pub data: PreparedData,
     /// CPU cores each rank may compute on; empty: as many threads as the machine has cores, shared evenly.
     pub cores: Vec<usize>,
+    /// Where and when state is saved, and where an earlier attempt may have left some to go on from; `None`: nothing is saved, every attempt starts afresh.
+    #[serde(default)]
+    pub checkpoint: Option<CheckpointRequest>,
+}
+
+/// The checkpoints of a trial, shared by its attempts.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointRequest {
+    /// Holds a folder `step-<n>` for each checkpoint. A relative path starts at the folder of the request, so that a results folder may be moved.
+    pub folder: PathBuf,
+    /// Optimiser steps between checkpoints; `None` saves only when the trial is asked to end.
+    pub save_steps: Option<u64>,
+    /// How many checkpoints are kept; `None` keeps all.
+    pub save_total_limit: Option<usize>,
 }
 
 /// A model that was found: its architecture is known and its weights, if any, lie on this machine.

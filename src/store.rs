@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::protocol::{PreparedData, Timestamp};
-use crate::spec::plan::{BlockSizeSearch, Limits, ReportSettings, Row};
+use crate::spec::plan::{BlockSizeSearch, CheckpointSettings, Limits, ReportSettings, Row};
 use crate::spec::settings::Settings;
 use crate::trial::{ConfigurationId, Purpose, TrialId, TrialOutcome};
 
@@ -54,6 +54,9 @@ pub struct RunManifest {
     pub rows: Vec<ManifestRow>,
     /// The search, where there is one.
     pub search: Option<BlockSizeSearch>,
+    /// `[checkpoint]`
+    #[serde(default)]
+    pub checkpoint: CheckpointSettings,
     /// `[limits]`
     pub limits: Limits,
     /// `[report]`
@@ -164,6 +167,9 @@ pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Err
     move |error| StoreError::Io { action, path: path.to_owned(), error }
 }
 
+/// Name of the folder, beside a trial's attempts, that holds its checkpoints.
+pub const CHECKPOINTS: &str = "checkpoints";
+
 /// Paths of one run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunFolder(pub PathBuf);
@@ -192,6 +198,10 @@ impl RunFolder {
     /// One attempt of a trial, from 1.
     pub fn attempt(&self, id: &TrialId, attempt: u32) -> AttemptFolder {
         AttemptFolder(self.trial(id).join(format!("attempt-{attempt}")))
+    }
+    /// State saved by the attempts of a trial.
+    pub fn checkpoints(&self, id: &TrialId) -> PathBuf {
+        self.trial(id).join(CHECKPOINTS)
     }
     /// Tables, page and plots.
     pub fn report(&self) -> PathBuf {

@@ -123,6 +123,25 @@ impl TrialOutcome {
         !matches!(self, Self::KilledByUser | Self::Preempted | Self::Infrastructure { .. })
     }
 
+    /// Whether a later attempt may go on from the checkpoints of this one: what ended it says nothing about the training.
+    pub fn leaves_training_intact(&self) -> bool {
+        match self {
+            Self::KilledByUser
+            | Self::Preempted
+            | Self::Infrastructure { .. }
+            | Self::OutOfHostMemory
+            | Self::Stalled { .. }
+            | Self::TimedOut { .. }
+            | Self::Crashed { .. } => true,
+            Self::Done
+            | Self::OutOfDeviceMemory { .. }
+            | Self::Diverged { .. }
+            | Self::BadConfiguration { .. }
+            | Self::Failed { .. }
+            | Self::ProtocolBroken { .. } => false,
+        }
+    }
+
     /// Whether the user must hear of it: neither a result nor an end from outside.
     pub fn is_failure(&self) -> bool {
         !self.is_result() && !matches!(self, Self::KilledByUser | Self::Preempted)
@@ -256,7 +275,8 @@ pub fn classify(ending: &AttemptEnding) -> TrialOutcome {
     {
         return TrialOutcome::Done;
     }
-    if ending.exit_code == Some(child_exit::CHECKPOINTED) {
+    // A trial that was over its time or stuck has failed, whatever it saved when it was asked to end.
+    if ending.exit_code == Some(child_exit::CHECKPOINTED) && matches!(ending.ended_by, None | Some(EndedBy::User)) {
         return TrialOutcome::Preempted;
     }
     match ending.ended_by {
@@ -367,6 +387,11 @@ mod tests {
             ("asked to end", AttemptEnding { ended_by: Some(EndedBy::User), ..ended(None, Some(15)) }, TrialOutcome::KilledByUser),
             ("asked to end, saved its state", AttemptEnding { ended_by: Some(EndedBy::User), ..ended(Some(75), None) }, TrialOutcome::Preempted),
             ("saved its state", ended(Some(75), None), TrialOutcome::Preempted),
+            (
+                "over its time, saved its state when it was asked to end",
+                AttemptEnding { ended_by: Some(EndedBy::TimeLimit), ..ended(Some(75), None) },
+                TrialOutcome::TimedOut { seconds: 2.0 },
+            ),
             ("over its time", AttemptEnding { ended_by: Some(EndedBy::TimeLimit), ..ended(None, Some(9)) }, TrialOutcome::TimedOut { seconds: 2.0 }),
             (
                 "stuck",

@@ -71,6 +71,8 @@ pub struct SpawnOrder {
     pub attempt: u32,
     /// Cores it may compute on; it shares them with no other trial.
     pub cores: Vec<usize>,
+    /// Whether it starts afresh, whatever checkpoints earlier attempts left.
+    pub afresh: bool,
 }
 
 /// How the run ended.
@@ -129,6 +131,8 @@ struct TrialProgress {
     infrastructure_failures: u32,
     /// Its retries are used up; the next `sweep run` tries again.
     given_up: bool,
+    /// Its next attempt starts afresh.
+    afresh: bool,
 }
 
 /// An attempt that runs.
@@ -177,7 +181,8 @@ impl Dispatcher {
     /// The state before the first input.
     pub fn new(work: Work) -> Self {
         let trials = work.known.iter().map(|(id, known)| {
-            let progress = TrialProgress { attempts: known.attempts, settled: known.outcome.clone(), ..TrialProgress::default() };
+            let progress =
+                TrialProgress { attempts: known.attempts, settled: known.outcome.clone(), afresh: known.afresh, ..TrialProgress::default() };
             (id.clone(), progress)
         });
         let bounds = work.configurations.iter().map(|configuration| Bounds::of(&configuration.settings, &configuration.model, &configuration.data));
@@ -387,6 +392,7 @@ impl Dispatcher {
                 let progress = self.trials.entry(trial.id.clone()).or_default();
                 progress.attempts += 1;
                 let attempt = progress.attempts;
+                let afresh = std::mem::take(&mut progress.afresh);
                 let configuration = &self.work.configurations[index];
                 step.events.push(EventKind::TrialStarted {
                     trial: trial.id.clone(),
@@ -398,7 +404,7 @@ impl Dispatcher {
                     attempt,
                     budget_bytes: configuration.settings.device.memory,
                 });
-                step.commands.push(Command::Spawn(SpawnOrder { configuration: index, trial: trial.clone(), attempt, cores }));
+                step.commands.push(Command::Spawn(SpawnOrder { configuration: index, trial: trial.clone(), attempt, cores, afresh }));
                 let running = Running {
                     configuration: index,
                     attempt,

@@ -99,6 +99,7 @@ fn work(configurations: Vec<Configuration>) -> Work {
         configurations,
         probe_steps: 3,
         selection: Selection::default(),
+        checkpoint: Default::default(),
         limits: Limits {
             trial_timeout: Some(seconds(1000)),
             startup_timeout: seconds(100),
@@ -485,7 +486,7 @@ fn the_sweeps_own_time_limit_interrupts_it() {
 #[test]
 fn a_resumed_run_does_what_is_missing() {
     let mut resumed = work(vec![fixed("a"), fixed("b"), fixed("c"), searched("d", &[64, 128])]);
-    let known = |attempts, outcome| KnownTrial { attempts, outcome };
+    let known = |attempts, outcome| KnownTrial { attempts, outcome, afresh: false };
     resumed.known = BTreeMap::from([
         (id("a-train"), known(1, Some(TrialOutcome::Done))),
         (id("b-train"), known(1, None)),
@@ -504,8 +505,8 @@ fn a_resumed_run_does_what_is_missing() {
 fn a_lost_trial_runs_again_and_no_other() {
     let mut resumed = work(vec![searched("a", &[64, 128])]);
     resumed.known = BTreeMap::from([
-        (id("a-train-64"), KnownTrial { attempts: 1, outcome: Some(TrialOutcome::Done) }),
-        (id("a-probe-128"), KnownTrial { attempts: 1, outcome: Some(TrialOutcome::OutOfDeviceMemory { details: None }) }),
+        (id("a-train-64"), KnownTrial { attempts: 1, outcome: Some(TrialOutcome::Done), afresh: false }),
+        (id("a-probe-128"), KnownTrial { attempts: 1, outcome: Some(TrialOutcome::OutOfDeviceMemory { details: None }), afresh: false }),
     ]);
     resumed.announced = BTreeMap::from([(ConfigurationId("a".into()), (Some(64), LimitedBy::Memory))]);
     let idle = Dispatcher::new(resumed.clone());

@@ -120,7 +120,9 @@ pub fn progress(configurations: &[Configuration], state: &RunState, rerun: &Reru
                 });
             }
             let outcome = settled.filter(|outcome| !is_rerun(outcome)).cloned();
-            progress.known.insert(trial.id, KnownTrial { attempts: found.attempts, outcome });
+            // What the machine or somebody ended goes on where it was; what the training itself came to would come to the same again.
+            let afresh = settled.is_some_and(|outcome| is_rerun(outcome) && !outcome.leaves_training_intact());
+            progress.known.insert(trial.id, KnownTrial { attempts: found.attempts, outcome, afresh });
         }
     }
     progress

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fs;
+use std::io;
+use std::path::Path;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,8 +16,8 @@ use super::dispatcher::{Command, Dispatcher, Finish, Input, SpawnOrder, Step, is
 use super::executor::{Executor, ExecutorOptions, Launch};
 use super::work::{ConfigurationTrials, Work};
 use crate::event::{Event, EventKind};
-use crate::protocol::{PROTOCOL, Timestamp, TrialRequest};
-use crate::store::{AttemptRecord, JsonLines, RunFolder, StoreError, TrialRecord, io_error, write_json};
+use crate::protocol::{CheckpointRequest, PROTOCOL, Timestamp, TrialRequest};
+use crate::store::{AttemptRecord, CHECKPOINTS, JsonLines, RunFolder, StoreError, TrialRecord, io_error, write_json};
 use crate::trial::{AttemptEnding, Purpose, TrialId, TrialOutcome};
 
 /// How often time is looked at.
@@ -244,6 +246,13 @@ impl RunLoop<'_> {
             };
             write_json(&record, &contents)?;
         }
+        if order.afresh {
+            let checkpoints = self.folder.checkpoints(&trial.id);
+            match fs::remove_dir_all(&checkpoints) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(io_error("remove", &checkpoints)(error)),
+                _ => {}
+            }
+        }
         let request = TrialRequest {
             protocol: PROTOCOL,
             trial: trial.id.clone(),
@@ -256,6 +265,12 @@ impl RunLoop<'_> {
             model: configuration.model.clone(),
             data: configuration.data.clone(),
             cores: order.cores.clone(),
+            // A probe is over too soon to be worth saving.
+            checkpoint: (trial.purpose == Purpose::Train).then(|| CheckpointRequest {
+                folder: Path::new("..").join(CHECKPOINTS),
+                save_steps: work.checkpoint.save_steps,
+                save_total_limit: work.checkpoint.save_total_limit,
+            }),
         };
         write_json(&attempt.request(), &request)
     }

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::leases::Machine;
 use crate::event::{EventKind, LimitedBy};
 use crate::protocol::{PreparedData, ResolvedModel};
-use crate::spec::plan::Limits;
+use crate::spec::plan::{CheckpointSettings, Limits};
 use crate::spec::settings::Settings;
 use crate::trial::{ConfigurationId, Purpose, TrialId, TrialOutcome};
 
@@ -112,6 +112,8 @@ pub struct KnownTrial {
     pub attempts: u32,
     /// The outcome, where it settles the trial.
     pub outcome: Option<TrialOutcome>,
+    /// Whether the next attempt starts afresh, whatever checkpoints earlier ones left.
+    pub afresh: bool,
 }
 
 /// Everything a run is given.
@@ -129,6 +131,8 @@ pub struct Work {
     pub probe_steps: u64,
     /// Which trials may run.
     pub selection: Selection,
+    /// `[checkpoint]`
+    pub checkpoint: CheckpointSettings,
     /// `[limits]`, `--jobs` laid over it.
     pub limits: Limits,
     /// Whether the first failed trial ends the run.

@@ -294,6 +294,24 @@ fn a_results_folder_that_takes_nothing_is_refused_at_once() {
     assert_eq!(world.log().len(), 0);
 }
 
+/// A trial that failed by itself starts afresh when it is run again; one that was killed goes on from its checkpoints.
+#[test]
+fn failed_trials_start_afresh_and_killed_ones_go_on() {
+    let mut world = World::new(&trainings(2));
+    world.behave(&json!([{"when": {"label": "t1"}, "do": {"diverge_at": 2}}, {"do": {"signal": 9}}]));
+    world.run(&[]).with_code(100);
+    let run = world.newest();
+    for trial in world.state().trials.keys() {
+        fs::create_dir_all(run.checkpoints(trial).join("step-1")).unwrap();
+    }
+    world.behave(&json!([]));
+    world.run(&["--rerun", "failed"]).with_code(0);
+    for (id, trial) in world.state().trials {
+        assert_eq!(trial.attempts, 2);
+        assert_eq!(run.checkpoints(&id).exists(), trial.record.label == "t2", "{}", trial.record.label);
+    }
+}
+
 /// Case 8.
 #[test]
 fn a_failed_trial_is_shown_when_it_fails_and_named_at_the_end() {

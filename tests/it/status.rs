@@ -78,6 +78,7 @@ impl World {
             repeats: 1,
             rows: rows.collect(),
             search: plan.search.clone(),
+            checkpoint: Default::default(),
             limits: plan.limits.clone(),
             report: plan.report.clone(),
             notices: Vec::new(),

@@ -64,6 +64,7 @@ impl Attempt {
             model,
             data,
             cores: Vec::new(),
+            checkpoint: None,
         };
         Self { folder: TempDir::new().unwrap(), request }
     }

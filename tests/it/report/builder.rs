@@ -81,6 +81,7 @@ impl Run {
             repeats: 1,
             rows,
             search: Some(BlockSizeSearch { candidates: vec![64, 128, 256, 512], probe_steps: 3 }),
+            checkpoint: Default::default(),
             limits: Limits {
                 trial_timeout: None,
                 startup_timeout: Duration::from_secs(60),
@@ -178,6 +179,7 @@ impl Run {
             model: ResolvedModel { architecture: architecture(), weights: None, fingerprint: None },
             data: manifest.data.clone(),
             cores: Vec::new(),
+            checkpoint: None,
         };
         write_json(&folder.request(), &request);
         self.event(EventKind::TrialStarted {
