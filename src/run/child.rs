@@ -46,6 +46,13 @@ impl TrialProgram {
     pub fn at(path: &Path) -> Self {
         Self { path: path.to_owned(), _executable: None }
     }
+
+    /// The program without its arguments.
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.path);
+        command.arg0("sweep");
+        command
+    }
 }
 
 /// A process that runs, as others than its watcher may see it: they may signal its group, never a process id that the system has given to another.
@@ -100,9 +107,8 @@ pub(super) struct Exit {
 /// The calling thread must live as long as the process: the kernel kills the process when that thread ends, so that nothing survives a `sweep` that was
 /// itself killed.
 pub(super) fn spawn<'h>(program: &TrialProgram, attempt: &AttemptFolder, cores: &[usize], handle: &'h Handle) -> io::Result<Process<'h>> {
-    let mut command = Command::new(&program.path);
+    let mut command = program.command();
     command
-        .arg0("sweep")
         .arg("trial")
         .arg(attempt.request())
         .env("CUDA_DEVICE_ORDER", "PCI_BUS_ID")

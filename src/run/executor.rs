@@ -14,9 +14,10 @@ use rustix::process::Signal;
 
 use super::child::{self, Exit, Handle, Process, TrialProgram};
 use super::dispatcher::Input;
+use super::launcher::{Launch, Launcher};
 use super::messages::MessageTail;
 use crate::protocol::MessageKind;
-use crate::store::{AttemptFolder, read_json};
+use crate::store::read_json;
 use crate::telemetry::{Recorder, Sampler};
 use crate::trial::{AttemptEnding, TrialId};
 
@@ -49,15 +50,6 @@ impl std::fmt::Debug for ExecutorOptions {
     }
 }
 
-/// An attempt whose folder and request are written.
-#[derive(Debug)]
-pub(super) struct Launch {
-    pub(super) trial: TrialId,
-    pub(super) attempt: u32,
-    pub(super) folder: AttemptFolder,
-    pub(super) cores: Vec<usize>,
-}
-
 /// The attempts that run on this machine.
 #[derive(Debug)]
 pub(super) struct Executor {
@@ -71,8 +63,16 @@ impl Executor {
         Self { options, inbox, attempts: BTreeMap::new() }
     }
 
-    /// Starts an attempt. Whatever comes of it, [`Input::Ended`] is its last word.
-    pub(super) fn spawn(&mut self, launch: Launch) {
+    /// Sends a signal to an attempt's process group, if it still runs.
+    fn signal(&self, trial: &TrialId, signal: Signal) {
+        if let Some((handle, _)) = self.attempts.get(trial) {
+            handle.signal(signal);
+        }
+    }
+}
+
+impl Launcher for Executor {
+    fn spawn(&mut self, launch: Launch) {
         let handle = Arc::new(Handle::default());
         let (options, inbox) = (self.options.clone(), self.inbox.clone());
         let trial = launch.trial.clone();
@@ -92,15 +92,16 @@ impl Executor {
         self.attempts.insert(trial, (handle, thread::spawn(watcher)));
     }
 
-    /// Sends a signal to an attempt's process group, if it still runs.
-    pub(super) fn signal(&self, trial: &TrialId, signal: Signal) {
-        if let Some((handle, _)) = self.attempts.get(trial) {
-            handle.signal(signal);
-        }
+    fn terminate(&mut self, trial: &TrialId) {
+        self.signal(trial, Signal::TERM);
     }
 
-    /// Waits for the threads of attempts, which have all ended.
-    pub(super) fn join(self) {
+    fn kill(&mut self, trial: &TrialId) {
+        self.signal(trial, Signal::KILL);
+    }
+
+    /// Waits for the threads of attempts.
+    fn join(self: Box<Self>) {
         for (_, thread) in self.attempts.into_values() {
             // Its panics were caught.
             drop(thread.join());

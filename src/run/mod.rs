@@ -6,6 +6,7 @@
 mod child;
 pub mod dispatcher;
 mod executor;
+mod launcher;
 mod leases;
 mod messages;
 pub mod resume;

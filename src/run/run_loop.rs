@@ -4,16 +4,16 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fs;
 use std::io;
 use std::path::Path;
-use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::process::Signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::dispatcher::{Command, Dispatcher, Finish, Input, SpawnOrder, Step, is_expected};
-use super::executor::{Executor, ExecutorOptions, Launch};
+use super::executor::{Executor, ExecutorOptions};
+use super::launcher::{Launch, Launcher};
 use super::work::{ConfigurationTrials, Work};
 use crate::event::{Event, EventKind};
 use crate::protocol::{CheckpointRequest, PROTOCOL, Timestamp, TrialRequest};
@@ -71,7 +71,7 @@ pub fn run(work: Work, folder: &RunFolder, options: ExecutorOptions, signals: bo
     let mut run = RunLoop {
         events: JsonLines::append_to(&folder.events())?,
         dispatcher: Dispatcher::new(work),
-        executor: Executor::new(options, inbox),
+        launcher: Box::new(Executor::new(options, inbox)),
         folder,
         observer,
         assigned: BTreeMap::new(),
@@ -85,14 +85,12 @@ pub fn run(work: Work, folder: &RunFolder, options: ExecutorOptions, signals: bo
             Some(input) => input,
             // Children that never stop talking must not stop the clock.
             None if ticked.elapsed() >= TICK => Input::Tick,
-            None => match inputs.recv_timeout(TICK.saturating_sub(ticked.elapsed())) {
-                Ok(input) => input,
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Input::Tick,
-            },
+            None => run.next_input(&inputs, TICK.saturating_sub(ticked.elapsed())),
         };
         if matches!(input, Input::Tick) {
             ticked = Instant::now();
             run.observer.tick();
+            run.launcher.flush();
         }
         let step = run.dispatcher.step(input, began.elapsed());
         if let Some(ended) = run.carry_out(step) {
@@ -104,7 +102,7 @@ pub fn run(work: Work, folder: &RunFolder, options: ExecutorOptions, signals: bo
         drop(run.events.sync());
     }
     let failed = failed_trials(&run.dispatcher);
-    run.executor.join();
+    run.launcher.join();
     if let Some(signals) = signals {
         signals.close();
     }
@@ -141,7 +139,7 @@ fn failed_trials(dispatcher: &Dispatcher) -> Vec<FailedTrial> {
 
 struct RunLoop<'r> {
     dispatcher: Dispatcher,
-    executor: Executor,
+    launcher: Box<dyn Launcher>,
     events: JsonLines,
     folder: &'r RunFolder,
     observer: &'r mut dyn Observer,
@@ -154,6 +152,18 @@ struct RunLoop<'r> {
 }
 
 impl RunLoop<'_> {
+    /// The next input of the inbox; a tick where none comes in time. What is to be started is held back until the inbox is empty or time has passed, so that
+    /// it goes off together.
+    fn next_input(&mut self, inputs: &Receiver<Input>, timeout: Duration) -> Input {
+        match inputs.try_recv() {
+            Ok(input) => input,
+            Err(TryRecvError::Empty | TryRecvError::Disconnected) => {
+                self.launcher.flush();
+                inputs.recv_timeout(timeout).unwrap_or(Input::Tick)
+            }
+        }
+    }
+
     /// Writes events down, shows them, and carries commands out, in this order: an attempt is on record before its process exists. Returns the summary, but
     /// for the failed trials, when the run is over.
     fn carry_out(&mut self, step: Step) -> Option<RunSummary> {
@@ -169,8 +179,8 @@ impl RunLoop<'_> {
         for command in step.commands {
             match command {
                 Command::Spawn(order) => self.spawn(order),
-                Command::Terminate(trial) => self.executor.signal(&trial, Signal::TERM),
-                Command::Kill(trial) => self.executor.signal(&trial, Signal::KILL),
+                Command::Terminate(trial) => self.launcher.terminate(&trial),
+                Command::Kill(trial) => self.launcher.kill(&trial),
                 Command::Finish(finish) => return Some(RunSummary { finish, failed: Vec::new(), done, outstanding }),
             }
         }
@@ -214,7 +224,7 @@ impl RunLoop<'_> {
         let attempt = self.folder.attempt(&order.trial.id, order.attempt);
         let prepared = if self.store_failed { Err(None) } else { self.prepare(&order).map_err(Some) };
         match prepared {
-            Ok(()) => self.executor.spawn(Launch { trial: order.trial.id, attempt: order.attempt, folder: attempt, cores: order.cores }),
+            Ok(()) => self.launcher.spawn(Launch { trial: order.trial.id, attempt: order.attempt, folder: attempt, cores: order.cores }),
             Err(error) => {
                 if let Some(error) = &error {
                     self.store_failure(error);

@@ -1,0 +1,28 @@
+//! What carries out the dispatcher's commands: the seam between the run loop and whatever starts attempts.
+
+use crate::store::AttemptFolder;
+use crate::trial::TrialId;
+
+/// An attempt whose folder and request are written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Launch {
+    pub(super) trial: TrialId,
+    pub(super) attempt: u32,
+    pub(super) folder: AttemptFolder,
+    /// Cores it was lent; empty where another decides.
+    pub(super) cores: Vec<usize>,
+}
+
+/// Starts attempts and ends them. None of its calls waits for anything; what comes of them goes to the run loop's inbox.
+pub(super) trait Launcher {
+    /// Starts an attempt, at the latest with the next [`Launcher::flush`]. Whatever comes of it, an input that says that it ended is the last word on it.
+    fn spawn(&mut self, launch: Launch);
+    /// Every attempt that could be started for now has been given to [`Launcher::spawn`].
+    fn flush(&mut self) {}
+    /// Asks an attempt to end, if it still runs.
+    fn terminate(&mut self, trial: &TrialId);
+    /// Ends an attempt at once, if it still runs.
+    fn kill(&mut self, trial: &TrialId);
+    /// Gives back what is left when the run is over; every attempt has ended, or is none of this run's business any more.
+    fn join(self: Box<Self>);
+}
