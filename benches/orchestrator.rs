@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let folder = create_run(&world.path().join("results"), &manifest.sweep)?;
     let program = Path::new(env!("CARGO_BIN_EXE_fake-trial"));
     let options = ExecutorOptions {
-        program: Arc::new(TrialProgram::at(program)),
+        program: Arc::new(TrialProgram::at(program, Path::new(env!("CARGO_BIN_EXE_sweep")))),
         telemetry_interval: Duration::from_millis(200),
         pin_cores: false,
         samplers: Arc::new(|process| vec![Box::new(ProcessTreeSampler::new(process))]),

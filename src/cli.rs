@@ -31,6 +31,9 @@ pub enum Command {
     /// Run one trial; what `sweep run` starts
     #[command(hide = true)]
     Trial(TrialArguments),
+    /// Look after the processes of trials; what `sweep run` starts
+    #[command(hide = true)]
+    Supervise,
 }
 
 /// Where a sweep file comes from and what is laid over it.

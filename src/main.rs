@@ -15,6 +15,7 @@ fn main() -> ExitCode {
         Command::Status(arguments) => commands::status::status(&arguments),
         Command::Compare(arguments) => commands::compare::compare(&arguments),
         Command::Devices(arguments) => commands::devices::devices(&arguments),
+        Command::Supervise => commands::supervise::supervise(),
         Command::Trial(arguments) => return commands::trial::trial(&arguments),
     };
     match ended {

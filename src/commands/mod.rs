@@ -7,4 +7,5 @@ mod prepare;
 pub mod report;
 pub mod run;
 pub mod status;
+pub mod supervise;
 pub mod trial;

@@ -1,189 +1,308 @@
-//! Starting a trial's process, and ending everything that it started.
+//! A trial's process as its watcher sees it: started, signalled and waited for through a [supervisor](super::supervisor).
 
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, getpid, getppid, kill_process_group, pidfd_open, waitid};
-use rustix::thread::{CpuSet, sched_setaffinity};
+use rustix::process::Signal;
 
+use super::processes::{self, MARK};
+use super::supervisor::{self, Order, Report, Start};
 use crate::store::AttemptFolder;
 
 /// Environment variable that names the program started for each trial instead of this executable; for the tests' fake trial program.
 pub const TRIAL_PROGRAM: &str = "SWEEP_TRIAL_PROGRAM";
+/// How long a supervisor may take to say that an attempt which was killed has ended, before it is taken for dead itself.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// How long starting a process may take where the program lies on a slow disk.
+const SLOWEST_START: Duration = Duration::from_secs(120);
 
-/// What is started for each trial.
+/// What is started for each trial, and what starts it.
 #[derive(Debug)]
 pub struct TrialProgram {
-    path: PathBuf,
-    /// Keeps `path` valid where it names a descriptor.
+    /// This executable where there is none.
+    path: Option<PathBuf>,
+    supervisor: PathBuf,
+    /// Keeps `supervisor` valid where it names a descriptor.
     _executable: Option<File>,
 }
 
 impl TrialProgram {
-    /// What [`TRIAL_PROGRAM`] names, or this executable through a descriptor that is opened now, so that a rebuild under a running sweep does no harm.
+    /// What [`TRIAL_PROGRAM`] names, or this executable. This executable is opened now, so that a rebuild under a running sweep does no harm.
     ///
     /// # Errors
     /// This executable cannot be opened.
     pub fn from_environment() -> io::Result<Self> {
-        match std::env::var_os(TRIAL_PROGRAM) {
-            Some(path) => Ok(Self::at(Path::new(&path))),
-            None => {
-                let executable = File::open("/proc/self/exe")?;
-                // In the child `/proc/self` is the child, which has the same descriptor until its exec closes it.
-                Ok(Self { path: format!("/proc/self/fd/{}", executable.as_raw_fd()).into(), _executable: Some(executable) })
-            }
-        }
+        let executable = File::open("/proc/self/exe")?;
+        // In the child `/proc/self` is the child, which has the same descriptor until its exec closes it.
+        let supervisor = format!("/proc/self/fd/{}", executable.as_raw_fd()).into();
+        Ok(Self { path: std::env::var_os(TRIAL_PROGRAM).map(PathBuf::from), supervisor, _executable: Some(executable) })
     }
 
-    /// The program at `path`.
-    pub fn at(path: &Path) -> Self {
-        Self { path: path.to_owned(), _executable: None }
-    }
-
-    /// The program without its arguments.
-    fn command(&self) -> Command {
-        let mut command = Command::new(&self.path);
-        command.arg0("sweep");
-        command
+    /// The program at `path`, supervised by the `sweep` at `supervisor`.
+    pub fn at(path: &Path, supervisor: &Path) -> Self {
+        Self { path: Some(path.to_owned()), supervisor: supervisor.to_owned(), _executable: None }
     }
 }
 
-/// A process that runs, as others than its watcher may see it: they may signal its group, never a process id that the system has given to another.
+/// Supervisors that wait for their next attempt.
 #[derive(Debug, Default)]
-pub(super) struct Handle(Mutex<Group>);
+pub(super) struct Supervisors(Mutex<Vec<Supervisor>>);
 
-#[derive(Debug, Default)]
-struct Group {
-    /// The leader, from its start until it is waited for.
-    leader: Option<Pid>,
-    /// A signal that came before the process did.
-    early: Option<Signal>,
-}
-
-impl Handle {
-    fn group(&self) -> MutexGuard<'_, Group> {
+impl Supervisors {
+    fn idle(&self) -> MutexGuard<'_, Vec<Supervisor>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends `signal` to the process group; a process that has not started yet gets it as soon as it has, one that has ended is left alone.
-    pub(super) fn signal(&self, signal: Signal) {
-        let mut group = self.group();
-        match group.leader {
-            // The group may have ended in this moment: then nothing is left to do.
-            Some(leader) => {
-                let _ = kill_process_group(leader, signal);
+    fn take(&self, program: &TrialProgram) -> io::Result<Supervisor> {
+        loop {
+            let idle = self.idle().pop();
+            match idle {
+                None => return Supervisor::start(&program.supervisor),
+                Some(mut supervisor) => {
+                    // One that was killed while it was idle is dropped.
+                    if supervisor.process.try_wait()?.is_none() {
+                        return Ok(supervisor);
+                    }
+                }
             }
-            None => group.early = Some(signal),
         }
+    }
+}
+
+#[derive(Debug)]
+struct Supervisor {
+    process: Child,
+    socket: UnixStream,
+    /// What was read and is no whole line yet.
+    read: Vec<u8>,
+}
+
+impl Supervisor {
+    fn start(program: &Path) -> io::Result<Self> {
+        let (socket, other) = UnixStream::pair()?;
+        let mut command = Command::new(program);
+        // A process group of its own, so that Ctrl-C reaches `sweep` alone.
+        command.arg0("sweep").arg("supervise").process_group(0);
+        command.stdin(OwnedFd::from(other)).stdout(Stdio::null()).stderr(Stdio::null());
+        Ok(Self { process: command.spawn()?, socket, read: Vec::new() })
+    }
+
+    /// The next report; `None` after `timeout`. An error means that the supervisor is gone.
+    fn next_report(&mut self, timeout: Option<Duration>) -> io::Result<Option<Report>> {
+        loop {
+            if let Some(report) = supervisor::take(&mut self.read)? {
+                return Ok(Some(report));
+            }
+            if !supervisor::wait_readable(&[&self.socket], timeout) {
+                return Ok(None);
+            }
+            if !supervisor::receive(&self.socket, &mut self.read)? {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+    }
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        // Without its socket it ends whatever it still has and then itself. One that cannot is left to do so alone.
+        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        let limit = Instant::now() + Duration::from_secs(5);
+        while matches!(self.process.try_wait(), Ok(None)) && Instant::now() < limit {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// A process that runs, as others than its watcher may see it: they may signal it, never another attempt that the same supervisor serves later.
+#[derive(Debug, Default)]
+pub(super) struct Handle(Mutex<Line>);
+
+#[derive(Debug, Default)]
+struct Line {
+    /// To the supervisor, from the process's start until its end.
+    socket: Option<UnixStream>,
+    /// A signal that came before the process did.
+    early: Option<Signal>,
+    /// When it was killed.
+    killed: Option<Instant>,
+}
+
+impl Line {
+    fn send(&self, signal: Signal) {
+        if let Some(socket) = &self.socket {
+            // A supervisor that has gone away is noticed by the watcher.
+            let _ = supervisor::send(socket, &Order::Signal(signal.as_raw()));
+        }
+    }
+}
+
+impl Handle {
+    fn line(&self) -> MutexGuard<'_, Line> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends `signal` to the process group, KILL to all descendants; a process that has not started yet gets it as soon as it has, one that has ended is
+    /// left alone.
+    pub(super) fn signal(&self, signal: Signal) {
+        let mut line = self.line();
+        if signal == Signal::KILL {
+            line.killed.get_or_insert_with(Instant::now);
+        }
+        if line.socket.is_some() {
+            line.send(signal);
+        } else {
+            line.early = Some(signal);
+        }
+    }
+
+    fn killed_for(&self) -> Option<Duration> {
+        Some(self.line().killed?.elapsed())
     }
 }
 
 /// A process that its watcher owns.
 #[derive(Debug)]
-pub(super) struct Process<'h> {
-    child: Child,
-    leader: Pid,
-    /// Readable once the process has ended; `None` on kernels without it.
-    ended: Option<OwnedFd>,
-    handle: &'h Handle,
+pub(super) struct Process<'w> {
+    /// `None` once it is lost.
+    supervisor: Option<Supervisor>,
+    supervisors: &'w Supervisors,
+    handle: &'w Handle,
+    /// The attempt's folder.
+    mark: PathBuf,
+    id: u32,
+    exit: Option<Exit>,
 }
 
 /// How a process ended.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Exit {
-    pub(super) code: Option<i32>,
-    pub(super) signal: Option<i32>,
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Exit {
+    /// It ended, and nothing of it is left but `survivors`, which do not end although they were killed.
+    Ended { code: Option<i32>, signal: Option<i32>, survivors: Vec<u32> },
+    /// Its supervisor ended, and it with it.
+    SupervisorLost,
 }
 
 /// Starts `<program> trial <attempt>/request.json` in a session and process group of its own, its output in the attempt's folder.
-///
-/// The calling thread must live as long as the process: the kernel kills the process when that thread ends, so that nothing survives a `sweep` that was
-/// itself killed.
-pub(super) fn spawn<'h>(program: &TrialProgram, attempt: &AttemptFolder, cores: &[usize], handle: &'h Handle) -> io::Result<Process<'h>> {
-    let mut command = program.command();
-    command
-        .arg("trial")
-        .arg(attempt.request())
-        .env("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-        .stdin(Stdio::null())
-        .stdout(File::create(attempt.stdout())?)
-        .stderr(File::create(attempt.stderr())?);
-    let cores = core_set(cores);
-    let parent = getpid();
-    let prepare = move || {
-        rustix::process::setsid()?;
-        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have ended before the line above took effect.
-        if getppid() != Some(parent) {
-            return Err(io::Error::from(rustix::io::Errno::SRCH));
+pub(super) fn spawn<'w>(
+    program: &TrialProgram,
+    supervisors: &'w Supervisors,
+    attempt: &AttemptFolder,
+    place: &Place,
+    handle: &'w Handle,
+) -> io::Result<Process<'w>> {
+    let mark = std::path::absolute(&attempt.0)?;
+    let mut environment: BTreeMap<&str, OsString> = BTreeMap::new();
+    environment.insert(MARK, mark.clone().into());
+    environment.insert("CUDA_DEVICE_ORDER", "PCI_BUS_ID".into());
+    if !place.devices.is_empty() {
+        environment.insert("CUDA_VISIBLE_DEVICES", place.devices.join(",").into());
+    }
+    let order = Order::Start(Start {
+        program: program.path.clone().map(PathBuf::into_os_string),
+        arguments: vec!["trial".into(), attempt.request().into()],
+        environment: environment.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
+        stdout: attempt.stdout().into(),
+        stderr: attempt.stderr().into(),
+        cores: place.cores.clone(),
+    });
+    let lost = |error: io::Error| io::Error::new(error.kind(), format!("the supervisor of its process is gone: {error}"));
+    let mut supervisor = supervisors.take(program)?;
+    supervisor::send(&supervisor.socket, &order).map_err(lost)?;
+    let began = Instant::now();
+    let id = loop {
+        match supervisor.next_report(Some(Duration::from_secs(1))).map_err(lost)? {
+            Some(Report::Started { process }) => break process,
+            Some(Report::NotStarted { reason }) => {
+                supervisors.idle().push(supervisor);
+                return Err(io::Error::other(reason));
+            }
+            Some(other) => return Err(io::Error::other(format!("its supervisor answered {other:?}"))),
+            None if began.elapsed() > SLOWEST_START || handle.killed_for().is_some() => {
+                let _ = supervisor.process.kill();
+                return Err(io::Error::new(io::ErrorKind::TimedOut, "its supervisor does not answer"));
+            }
+            None => {}
         }
-        if let Some(cores) = &cores {
-            sched_setaffinity(None, cores)?;
-        }
-        Ok(())
     };
-    // SAFETY: `prepare` runs between fork and exec, where only async-signal-safe calls are allowed: it makes system calls, allocates nothing and takes no
-    // lock.
-    #[expect(unsafe_code, reason = "a session of its own, death with the parent and cores can only be set between fork and exec")]
-    unsafe {
-        command.pre_exec(prepare);
+    let mut line = handle.line();
+    line.socket = Some(supervisor.socket.try_clone()?);
+    if let Some(early) = line.early.take() {
+        line.send(early);
     }
-    let mut group = handle.group();
-    let child = command.spawn()?;
-    let leader = Pid::from_child(&child);
-    group.leader = Some(leader);
-    let early = group.early.take();
-    drop(group);
-    if let Some(signal) = early {
-        handle.signal(signal);
-    }
-    Ok(Process { child, leader, ended: pidfd_open(leader, PidfdFlags::empty()).ok(), handle })
+    drop(line);
+    Ok(Process { supervisor: Some(supervisor), supervisors, handle, mark, id, exit: None })
 }
 
-/// The cores as the kernel takes them; `None` where there are none, or none that it can name.
-fn core_set(cores: &[usize]) -> Option<CpuSet> {
-    let mut set = CpuSet::new();
-    for core in cores.iter().filter(|core| **core < CpuSet::MAX_CPU) {
-        set.set(*core);
-    }
-    (set.count() > 0).then_some(set)
+/// Where a process may compute.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Place {
+    /// Cores by their numbers; all where none is named.
+    pub(super) cores: Vec<usize>,
+    /// GPUs by their UUIDs; the environment's where none is named.
+    pub(super) devices: Vec<String>,
 }
 
 impl Process<'_> {
     pub(super) fn id(&self) -> u32 {
-        self.child.id()
+        self.id
     }
 
     /// Waits until the process has ended, at most `timeout`; says whether it has.
-    pub(super) fn wait_at_most(&self, timeout: Duration) -> bool {
-        match &self.ended {
-            Some(ended) => {
-                let timeout = Timespec { tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX), tv_nsec: timeout.subsec_nanos().into() };
-                // An interrupted wait is a short wait.
-                let _ = poll(&mut [PollFd::new(ended, PollFlags::IN)], Some(&timeout));
+    pub(super) fn wait_at_most(&mut self, timeout: Duration) -> bool {
+        if self.exit.is_none()
+            && let Some(supervisor) = &mut self.supervisor
+        {
+            match supervisor.next_report(Some(timeout)) {
+                Ok(None) if self.handle.killed_for().is_none_or(|killed| killed < PATIENCE) => {}
+                Ok(Some(Report::Ended { code, signal, survivors })) => self.exit = Some(Exit::Ended { code, signal, survivors }),
+                // It went away, says nothing any more, or what makes no sense.
+                _ => self.exit = Some(Exit::SupervisorLost),
             }
-            None => std::thread::sleep(timeout.min(Duration::from_millis(10))),
         }
-        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        !matches!(waitid(WaitId::Pid(self.leader), options), Ok(None))
+        self.exit.is_some()
     }
 
-    /// Ends what the process left behind in its group, and says how it ended itself.
-    pub(super) fn reap(mut self) -> io::Result<Exit> {
-        use std::os::unix::process::ExitStatusExt;
-        let mut group = self.handle.group();
-        // Until it is waited for the leader's id cannot be given to another process, so this meets its group and no other.
-        let _ = kill_process_group(self.leader, Signal::KILL);
-        let status = self.child.wait();
-        group.leader = None;
-        drop(group);
-        status.map(|status| Exit { code: status.code(), signal: status.signal() })
+    /// Waits for the end of the process and everything that it started, and says how it ended itself.
+    pub(super) fn reap(mut self) -> Exit {
+        while !self.wait_at_most(Duration::from_secs(1)) {}
+        self.settle()
+    }
+
+    fn settle(&mut self) -> Exit {
+        // From here on the supervisor may serve another attempt, which must not get this one's signals.
+        let mut line = self.handle.line();
+        line.socket = None;
+        drop(line);
+        let exit = self.exit.take().unwrap_or(Exit::SupervisorLost);
+        let Some(mut supervisor) = self.supervisor.take() else { return exit };
+        match &exit {
+            Exit::Ended { survivors, .. } if survivors.is_empty() => self.supervisors.idle().push(supervisor),
+            Exit::Ended { .. } => {}
+            Exit::SupervisorLost => {
+                // The kernel ends the process with its supervisor; what it started is found by its session and its mark.
+                let _ = supervisor.process.kill();
+                processes::kill_marked(&self.mark, Some(self.id));
+            }
+        }
+        exit
+    }
+}
+
+impl Drop for Process<'_> {
+    fn drop(&mut self) {
+        // Only where its watcher panicked: without its supervisor it ends.
+        if self.supervisor.is_some() {
+            self.settle();
+        }
     }
 }

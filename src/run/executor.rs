@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use super::child::{self, Exit, Handle, Process, TrialProgram};
+use super::child::{self, Exit, Handle, Place, Process, Supervisors, TrialProgram};
 use super::dispatcher::Input;
 use super::launcher::{Launch, Launcher};
 use super::messages::MessageTail;
@@ -55,12 +55,13 @@ impl std::fmt::Debug for ExecutorOptions {
 pub(super) struct Executor {
     options: ExecutorOptions,
     inbox: Sender<Input>,
+    supervisors: Arc<Supervisors>,
     attempts: BTreeMap<TrialId, (Arc<Handle>, JoinHandle<()>)>,
 }
 
 impl Executor {
     pub(super) fn new(options: ExecutorOptions, inbox: Sender<Input>) -> Self {
-        Self { options, inbox, attempts: BTreeMap::new() }
+        Self { options, inbox, supervisors: Arc::default(), attempts: BTreeMap::new() }
     }
 
     /// Sends a signal to an attempt's process group, if it still runs.
@@ -74,15 +75,14 @@ impl Executor {
 impl Launcher for Executor {
     fn spawn(&mut self, launch: Launch) {
         let handle = Arc::new(Handle::default());
-        let (options, inbox) = (self.options.clone(), self.inbox.clone());
+        let (options, inbox, supervisors) = (self.options.clone(), self.inbox.clone(), Arc::clone(&self.supervisors));
         let trial = launch.trial.clone();
         let watcher = {
             let handle = Arc::clone(&handle);
             move || {
-                // A defect here must not leave the run waiting for ever. The process, if any, dies with this thread.
-                let ending = catch_unwind(AssertUnwindSafe(|| attend(&options, &launch, &handle, &inbox))).unwrap_or_else(|_| AttemptEnding {
-                    spawn_error: Some("the thread that watched it panicked".to_owned()),
-                    ..AttemptEnding::default()
+                // A defect here must not leave the run waiting for ever. The process, if any, is ended when its owner unwinds.
+                let ending = catch_unwind(AssertUnwindSafe(|| attend(&options, &launch, &supervisors, &handle, &inbox))).unwrap_or_else(|_| {
+                    AttemptEnding { spawn_error: Some("the thread that watched it panicked".to_owned()), ..AttemptEnding::default() }
                 });
                 // Where nobody listens any more the run is over.
                 drop(inbox.send(Input::Ended { trial: launch.trial, attempt: launch.attempt, ending: Box::new(ending) }));
@@ -110,11 +110,11 @@ impl Launcher for Executor {
 }
 
 /// Runs one attempt from start to end.
-fn attend(options: &ExecutorOptions, launch: &Launch, handle: &Handle, inbox: &Sender<Input>) -> AttemptEnding {
+fn attend(options: &ExecutorOptions, launch: &Launch, supervisors: &Supervisors, handle: &Handle, inbox: &Sender<Input>) -> AttemptEnding {
     let started = Instant::now();
-    let cores: &[usize] = if options.pin_cores { &launch.cores } else { &[] };
+    let place = Place { cores: if options.pin_cores { launch.cores.clone() } else { Vec::new() }, devices: Vec::new() };
     let kills_before = kernel_oom_kills();
-    let mut ending = match child::spawn(&options.program, &launch.folder, cores, handle) {
+    let mut ending = match child::spawn(&options.program, supervisors, &launch.folder, &place, handle) {
         Ok(process) => watch(options, launch, process, started, inbox),
         Err(error) => AttemptEnding { spawn_error: Some(format!("the trial's process cannot be started: {error}")), ..AttemptEnding::default() },
     };
@@ -123,7 +123,7 @@ fn attend(options: &ExecutorOptions, launch: &Launch, handle: &Handle, inbox: &S
     ending
 }
 
-fn watch(options: &ExecutorOptions, launch: &Launch, process: Process<'_>, started: Instant, inbox: &Sender<Input>) -> AttemptEnding {
+fn watch(options: &ExecutorOptions, launch: &Launch, mut process: Process<'_>, started: Instant, inbox: &Sender<Input>) -> AttemptEnding {
     let mut ending = AttemptEnding::default();
     let mut tail = MessageTail::new(&launch.folder.messages());
     let mut recorder = Recorder::create(&launch.folder.telemetry(), (options.samplers)(process.id())).map_err(|error| error.to_string());
@@ -161,8 +161,15 @@ fn watch(options: &ExecutorOptions, launch: &Launch, process: Process<'_>, start
         }
     }
     match process.reap() {
-        Ok(Exit { code, signal }) => (ending.exit_code, ending.signal) = (code, signal),
-        Err(error) => ending.spawn_error = Some(format!("the trial's process cannot be waited for: {error}")),
+        Exit::Ended { code, signal, survivors } => {
+            (ending.exit_code, ending.signal) = (code, signal);
+            if !survivors.is_empty() {
+                let ids: Vec<String> = survivors.iter().map(u32::to_string).collect();
+                let what = format!("Of trial {} processes are left that do not end although they were killed: {}.", launch.trial, ids.join(", "));
+                say(Input::Notice(what));
+            }
+        }
+        Exit::SupervisorLost => ending.spawn_error = Some("the supervisor of the trial's process ended, and the trial with it".to_owned()),
     }
     if let Some((line, reason)) = tail.unreadable {
         say(Input::Notice(format!("{} line {line} cannot be read: {reason}", launch.folder.messages().display())));

@@ -9,13 +9,17 @@ mod executor;
 mod launcher;
 mod leases;
 mod messages;
+mod processes;
 pub mod resume;
 mod run_loop;
 pub mod search;
+mod supervisor;
 mod work;
 
 pub use child::{TRIAL_PROGRAM, TrialProgram};
 pub use executor::{ExecutorOptions, MakeSamplers};
 pub use leases::Machine;
+pub use processes::MARK;
 pub use run_loop::{FailedTrial, Observer, RunSummary, run};
+pub use supervisor::supervise;
 pub use work::{Candidate, Configuration, ConfigurationTrials, KnownTrial, PlannedTrial, Selection, Work};

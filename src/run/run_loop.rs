@@ -14,6 +14,7 @@ use signal_hook::iterator::Signals;
 use super::dispatcher::{Command, Dispatcher, Finish, Input, SpawnOrder, Step, is_expected};
 use super::executor::{Executor, ExecutorOptions};
 use super::launcher::{Launch, Launcher};
+use super::processes;
 use super::work::{ConfigurationTrials, Work};
 use crate::event::{Event, EventKind};
 use crate::protocol::{CheckpointRequest, PROTOCOL, Timestamp, TrialRequest};
@@ -65,7 +66,19 @@ pub trait Observer {
 /// # Errors
 /// The run could not begin: `events.jsonl` cannot be written, or signals cannot be watched. Later failures of the results folder end the run in an
 /// orderly way and stand in the summary.
-pub fn run(work: Work, folder: &RunFolder, options: ExecutorOptions, signals: bool, observer: &mut dyn Observer) -> Result<RunSummary, StoreError> {
+pub fn run(
+    mut work: Work,
+    folder: &RunFolder,
+    options: ExecutorOptions,
+    signals: bool,
+    observer: &mut dyn Observer,
+) -> Result<RunSummary, StoreError> {
+    // Where `sweep` and its supervisors were all killed, a trial may have left something behind.
+    let marked = std::path::absolute(&folder.0).ok().filter(|_| work.resumed);
+    let left_behind = marked.map_or(0, |folder| processes::kill_marked(&folder, None));
+    if left_behind > 0 {
+        work.notices.push(format!("Processes that the last sweep on this run left behind were ended: {left_behind}."));
+    }
     let (inbox, inputs) = mpsc::channel();
     let signals = if signals { Some(watch_signals(inbox.clone())?) } else { None };
     let mut run = RunLoop {

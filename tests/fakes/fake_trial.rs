@@ -93,6 +93,10 @@ struct Behaviour {
     checkpoint_on_term: bool,
     /// Start a process that ignores TERM and waits for ever; its id goes to this file.
     grandchild: Option<PathBuf>,
+    /// Start one that also leaves the family: it forks twice, begins a session of its own and keeps the logs open; its id goes to this file.
+    daemon: Option<PathBuf>,
+    /// The daemon drops its environment too.
+    daemon_drops_environment: bool,
     /// End by this signal.
     signal: Option<i32>,
     /// End with this exit code and no result.
@@ -178,6 +182,17 @@ fn behave(fake: &Fake, behaviour: &Behaviour, request: &TrialRequest, folder: &A
         let script = "trap '' TERM; while :; do sleep 0.01; done";
         let grandchild = Command::new("sh").args(["-c", script]).stdin(Stdio::null()).spawn()?;
         write_json(path, &grandchild.id())?;
+    }
+
+    if let Some(path) = &behaviour.daemon {
+        let script = "trap '' TERM HUP; echo $$ > \"$0.partial\"; mv \"$0.partial\" \"$0\"; while :; do sleep 0.01; done";
+        let mut daemon = Command::new("setsid");
+        daemon.args(["--fork", "sh", "-c", script]).arg(path).stdin(Stdio::null());
+        if behaviour.daemon_drops_environment {
+            daemon.env_clear().env("PATH", std::env::var_os("PATH").unwrap_or_default());
+        }
+        daemon.status()?;
+        wait_for(Some(path), || false);
     }
 
     let steps = behaviour.steps.or(request.probe_steps).unwrap_or(4);
