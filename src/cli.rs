@@ -65,6 +65,9 @@ pub struct RunArguments {
     /// Start a new run even where the newest is unfinished
     #[arg(long)]
     pub new: bool,
+    /// Take over a run that another machine holds; only where it does not run there any more
+    #[arg(long)]
+    pub force_unlock: bool,
     /// Run only rows with this label, or this trial or configuration id; may be given more than once
     #[arg(long, value_name = "LABEL|ID")]
     pub only: Vec<String>,

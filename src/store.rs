@@ -14,10 +14,12 @@ use crate::spec::plan::{BlockSizeSearch, CheckpointSettings, Limits, ReportSetti
 use crate::spec::settings::Settings;
 use crate::trial::{ConfigurationId, Purpose, TrialId, TrialOutcome};
 
+mod lock;
 mod runs;
 mod state;
 
-pub use runs::{RunLock, check_writable, choose_run, create_run, newest_run};
+pub use lock::{LockAttempt, LockOwner, RunLock};
+pub use runs::{check_writable, choose_run, create_run, newest_run};
 pub use state::{BlockSizeResult, RunState, TrialState};
 
 /// Version of the results folder. Readers refuse a higher one by name.

@@ -16,7 +16,9 @@ use crate::run::dispatcher::{Dispatcher, Finish};
 use crate::run::resume::{self, Progress, Rerun};
 use crate::run::{self, Configuration, ExecutorOptions, Machine, Observer, RunSummary, Selection, TrialProgram, Work};
 use crate::spec::plan::SweepPlan;
-use crate::store::{self, FORMAT_VERSION, Host, ManifestRow, RunFolder, RunLock, RunManifest, RunState, StoreError, write_json, write_whole};
+use crate::store::{
+    self, FORMAT_VERSION, Host, LockAttempt, ManifestRow, RunFolder, RunLock, RunManifest, RunState, StoreError, write_json, write_whole,
+};
 use crate::telemetry::{self, GpuSampler, Gpus, ProcessTreeSampler, Sampler};
 use crate::trial::{Purpose, TrialId};
 use crate::ui::{self, EventSink};
@@ -162,12 +164,22 @@ fn choose(arguments: &RunArguments, planned: &Planned, configurations: &[Configu
         }
         return start(arguments, planned, Vec::new());
     };
-    let Some(lock) = RunLock::take(&folder)? else {
-        if must_go_on {
-            let message = format!("run {} is in use by another sweep", folder.0.display());
-            return Err(CommandError::infrastructure(message).hint("wait for it to end, or start another run with --new"));
+    let (lock, abandoned_by) = match RunLock::take(&folder, arguments.force_unlock)? {
+        LockAttempt::Taken { lock, abandoned_by } => (lock, abandoned_by),
+        LockAttempt::Held { by } => {
+            let by = by.map_or_else(|| "another sweep".to_owned(), |by| format!("another sweep ({by})"));
+            if must_go_on || arguments.force_unlock {
+                let message = format!("run {} is in use by {by}", folder.0.display());
+                return Err(CommandError::infrastructure(message).hint("wait for it to end, or start another run with --new"));
+            }
+            return start(arguments, planned, vec![format!("The newest run, {}, is in use by {by}: another run starts.", folder.name())]);
         }
-        return start(arguments, planned, vec![format!("The newest run, {}, is in use by another sweep: another run starts.", folder.name())]);
+        // Whether that process lives cannot be seen from here, and two of them would ruin the run.
+        LockAttempt::Elsewhere { by } => {
+            let error = CommandError::infrastructure(format!("run {} is in use by a sweep on another machine ({by})", folder.0.display()));
+            let error = error.hint("where it does not run there any more, take the run over with --force-unlock");
+            return Err(error.hint("otherwise wait for it to end, or start another run with --new"));
+        }
     };
     let old = match folder.read_manifest() {
         Ok(old) => old,
@@ -181,8 +193,9 @@ fn choose(arguments: &RunArguments, planned: &Planned, configurations: &[Configu
         if unfinished || arguments.rerun.is_some() {
             let how = if arguments.rerun.is_some() { "Trials of run" } else { "The unfinished run" };
             let goes_on = if arguments.rerun.is_some() { "run again" } else { "goes on" };
-            let notice = format!("{how} {} {goes_on}; --new starts another.", folder.name());
-            return Ok(Chosen { manifest: old, state: Some(state), notices: vec![notice], lock, folder });
+            let mut notices = vec![format!("{how} {} {goes_on}; --new starts another.", folder.name())];
+            notices.extend(abandoned_by.map(|owner| format!("The sweep that worked on it before was cut off ({owner}).")));
+            return Ok(Chosen { manifest: old, state: Some(state), notices, lock, folder });
         }
         if arguments.resume {
             let message = format!("run {} is finished: nothing is missing", folder.0.display());
@@ -237,7 +250,7 @@ fn start(arguments: &RunArguments, planned: &Planned, notices: Vec<String>) -> R
         let folder = store::create_run(&arguments.results, &planned.manifest.sweep)?;
         // Nobody knows the folder yet, so nobody can hold its lock.
         let lock = loop {
-            if let Some(lock) = RunLock::take(&folder)? {
+            if let LockAttempt::Taken { lock, .. } = RunLock::take(&folder, false)? {
                 break lock;
             }
         };

@@ -1,6 +1,6 @@
-//! Run folders: making one, finding the newest, and keeping a second `sweep` out of one that is in use.
+//! Run folders: making one and finding the newest.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
@@ -147,34 +147,6 @@ pub fn choose_run(results: &Path, run: Option<&Path>) -> Result<Option<RunFolder
     Ok(None)
 }
 
-/// Holds a run folder: as long as it lives no other `sweep run` works in it. The system lets go of it when the process ends, however it ends.
-#[derive(Debug)]
-pub struct RunLock {
-    _file: File,
-}
-
-impl RunLock {
-    /// Takes the lock; `None` where another process holds it.
-    ///
-    /// # Errors
-    /// The operating system refused.
-    pub fn take(folder: &RunFolder) -> Result<Option<Self>, StoreError> {
-        let path = folder.0.join("lock");
-        let file = OpenOptions::new().create(true).append(true).open(&path).map_err(io_error("write", &path))?;
-        match file.try_lock() {
-            Ok(()) => Ok(Some(Self { _file: file })),
-            Err(fs::TryLockError::WouldBlock) => Ok(None),
-            Err(fs::TryLockError::Error(error)) => Err(io_error("lock", &path)(error)),
-        }
-    }
-
-    /// Whether a process works in the folder. Only looks: it makes no file, and works where the folder cannot be written.
-    pub fn is_held(folder: &RunFolder) -> bool {
-        let Ok(file) = File::open(folder.0.join("lock")) else { return false };
-        matches!(file.try_lock_shared(), Err(fs::TryLockError::WouldBlock))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -220,20 +192,6 @@ mod tests {
         assert_eq!(at(Some(&format!("one/{}", first.name()))), Some(first.name()));
         assert_eq!(at(Some(&first.0.to_string_lossy())), Some(first.name()));
         assert_eq!(at(Some("none")), None);
-    }
-
-    #[test]
-    fn one_lock_at_a_time() {
-        let results = tempfile::tempdir().unwrap();
-        let run = create_run(results.path(), "sweep").unwrap();
-        assert!(!RunLock::is_held(&run), "nobody ever worked in it");
-        let held = RunLock::take(&run).unwrap();
-        assert!(held.is_some());
-        assert!(RunLock::is_held(&run));
-        assert!(RunLock::take(&run).unwrap().is_none());
-        drop(held);
-        assert!(!RunLock::is_held(&run));
-        assert!(RunLock::take(&run).unwrap().is_some());
     }
 
     /// Case 40: a newer results format is refused by name.

@@ -412,11 +412,39 @@ fn a_run_in_use_is_left_alone() {
     world.behave(&json!([{"do": {"wait_for": go}}]));
     let first = world.start(&[]);
     wait_until("the trial begins", || world.log().len() == 1);
-    let ended = world.run(&["--resume"]).with_code(75);
-    assert!(ended.stderr.contains("is in use by another sweep"), "{}", ended.stderr);
+    for force in [&[][..], &["--force-unlock"]] {
+        let ended = world.run(&[&["--resume"], force].concat()).with_code(75);
+        assert!(ended.stderr.contains(&format!("is in use by another sweep (process {} on ", first.id())), "{}", ended.stderr);
+    }
     fs::write(&go, "").unwrap();
     Ended::of(first.wait_with_output().unwrap()).with_code(0);
     assert_eq!(world.begun().len(), 1);
+}
+
+/// A run that another machine holds is taken over by force alone; one whose owner died on this machine without any.
+#[test]
+fn a_run_of_another_machine_is_taken_over_by_force_alone() {
+    let mut world = World::new(&trainings(1));
+    world.behave(&json!([{"when": {"attempts_up_to": 1}, "do": {"wait_for": ""}}]));
+    let mut killed = world.start(&[]);
+    wait_until("the trial begins", || world.log().len() == 1);
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    let lock = world.newest().lock();
+    let mut owner: serde_json::Value = serde_json::from_str(&fs::read_to_string(&lock).unwrap()).unwrap();
+    assert_eq!(owner["pid"], killed.id());
+    owner["host"] = json!("elsewhere.example");
+    fs::write(&lock, owner.to_string()).unwrap();
+    for arguments in [&[][..], &["--resume"]] {
+        let ended = world.run(arguments).with_code(75);
+        assert!(ended.stderr.contains("on elsewhere.example") && ended.stderr.contains("--force-unlock"), "{}", ended.stderr);
+    }
+    assert_eq!(world.begun().len(), 1);
+    world.run(&["--force-unlock"]).with_code(0);
+    assert_eq!(world.begun().len(), 2);
+    let cut_off = format!("The sweep that worked on it before was cut off (process {} on elsewhere.example", killed.id());
+    assert!(notices(&world).iter().any(|text| text.starts_with(&cut_off)), "{:?}", notices(&world));
+    assert_eq!(fs::read_to_string(&lock).unwrap(), "", "nobody works in it");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use sweep::protocol::{
     DataCounts, Evaluation, Message, MessageKind, Number, PROTOCOL, PreparedData, Step, Timestamp, Timing, TrialEnding, TrialResult,
 };
 use sweep::spec::{self, Overlays, Surroundings};
-use sweep::store::{self, AttemptRecord, FORMAT_VERSION, Host, JsonLines, ManifestRow, RunFolder, RunLock, RunManifest, TrialRecord};
+use sweep::store::{self, AttemptRecord, FORMAT_VERSION, Host, JsonLines, LockAttempt, ManifestRow, RunFolder, RunLock, RunManifest, TrialRecord};
 use sweep::trial::{ConfigurationId, Purpose, TrialId, TrialOutcome};
 
 const SWEEP: &str = r#"
@@ -182,8 +182,8 @@ fn a_running_run_is_shown_with_its_newest_step() {
     let whole = fs::read_to_string(&messages).expect("readable");
     fs::write(&messages, format!("{whole}{{\"at\":\"2027-01")).expect("written");
     world.begin(1, Purpose::Probe, 128);
-    let lock = RunLock::take(&world.folder).expect("locked");
-    assert!(lock.is_some());
+    let lock = RunLock::take(&world.folder, false).expect("locked");
+    assert!(matches!(lock, LockAttempt::Taken { .. }));
     let (code, text) = world.status();
     assert_eq!(code, Some(0));
     let lines: Vec<&str> = text.lines().collect();
