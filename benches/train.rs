@@ -106,10 +106,7 @@ fn sweep(shape: &Shape) -> Result<Measured, Box<dyn Error>> {
         n_embd: shape.n_embd,
         n_layer: shape.n_layer,
         n_head: shape.n_head,
-        n_inner: None,
-        layer_norm_epsilon: 1e-5,
-        initializer_range: 0.02,
-        dropout: 0.0,
+        ..Gpt2Config::DEFAULT
     });
     let request = TrialRequest {
         protocol: PROTOCOL,

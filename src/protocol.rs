@@ -157,6 +157,8 @@ pub struct ResolvedModel {
 pub enum Architecture {
     /// GPT-2 (Radford et al. 2019): pre-norm, learned positions, tied head.
     Gpt2(Gpt2Config),
+    /// Llama (Touvron et al. 2023): RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+    Llama(LlamaConfig),
 }
 
 impl Architecture {
@@ -164,6 +166,7 @@ impl Architecture {
     pub fn positions(&self) -> usize {
         match self {
             Self::Gpt2(config) => config.n_positions,
+            Self::Llama(config) => config.max_position_embeddings,
         }
     }
 
@@ -171,8 +174,38 @@ impl Architecture {
     pub fn vocab_size(&self) -> usize {
         match self {
             Self::Gpt2(config) => config.vocab_size,
+            Self::Llama(config) => config.vocab_size,
         }
     }
+
+    /// Checks that the sizes make a model.
+    ///
+    /// # Errors
+    /// What is wrong, in words of `config.json`.
+    pub fn check(&self) -> Result<(), String> {
+        match self {
+            Self::Gpt2(config) => config.check(),
+            Self::Llama(config) => config.check(),
+        }
+    }
+}
+
+/// Activation functions of MLPs, by transformers' names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// GELU in its tanh form, GPT-2's.
+    GeluNew,
+    /// GELU by the normal distribution.
+    Gelu,
+    /// `x * sigmoid(1.702 x)`.
+    QuickGelu,
+    /// `x * sigmoid(x)`, Llama's.
+    Silu,
+    /// `max(x, 0)`.
+    Relu,
+    /// The hyperbolic tangent.
+    Tanh,
 }
 
 /// GPT-2's `config.json`, as far as training needs it.
@@ -191,12 +224,199 @@ pub struct Gpt2Config {
     pub n_head: usize,
     /// Width of the MLP; `None` is four times `n_embd`.
     pub n_inner: Option<usize>,
+    /// Activation of the MLP.
+    pub activation_function: Activation,
     /// Epsilon of the layer norms.
     pub layer_norm_epsilon: f64,
     /// Standard deviation of random weights.
     pub initializer_range: f64,
+    /// Whether the head is the embedding.
+    pub tie_word_embeddings: bool,
     /// Dropout probability of embeddings, attention and residuals.
     pub dropout: f64,
+}
+
+impl Gpt2Config {
+    /// What transformers assumes where a `config.json` is silent; but dropout, which is 0 unless the sweep file says otherwise.
+    pub const DEFAULT: Self = Self {
+        vocab_size: 50_257,
+        n_positions: 1024,
+        n_embd: 768,
+        n_layer: 12,
+        n_head: 12,
+        n_inner: None,
+        activation_function: Activation::GeluNew,
+        layer_norm_epsilon: 1e-5,
+        initializer_range: 0.02,
+        tie_word_embeddings: true,
+        dropout: 0.0,
+    };
+
+    fn check(&self) -> Result<(), String> {
+        let Self { vocab_size, n_positions, n_embd, n_layer, n_head, n_inner, .. } = *self;
+        let inner = n_inner.unwrap_or(1);
+        not_zero(&[
+            ("vocab_size", vocab_size),
+            ("n_positions", n_positions),
+            ("n_embd", n_embd),
+            ("n_layer", n_layer),
+            ("n_head", n_head),
+            ("n_inner", inner),
+        ])?;
+        if !n_embd.is_multiple_of(n_head) {
+            return Err(format!("n_embd = {n_embd} does not divide into n_head = {n_head} heads"));
+        }
+        probability("dropout", self.dropout)
+    }
+}
+
+/// Llama's `config.json`, as far as training needs it, with everything that follows from other keys filled in.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LlamaConfig {
+    /// Entries of the vocabulary.
+    pub vocab_size: usize,
+    /// Largest block size.
+    pub max_position_embeddings: usize,
+    /// Width.
+    pub hidden_size: usize,
+    /// Width of the MLP.
+    pub intermediate_size: usize,
+    /// Transformer blocks.
+    pub num_hidden_layers: usize,
+    /// Heads of queries.
+    pub num_attention_heads: usize,
+    /// Heads of keys and values, each serving as many heads of queries as the others.
+    pub num_key_value_heads: usize,
+    /// Numbers of a head.
+    pub head_dim: usize,
+    /// Activation of the MLP.
+    pub hidden_act: Activation,
+    /// Epsilon of the norms.
+    pub rms_norm_eps: f64,
+    /// Standard deviation of random weights.
+    pub initializer_range: f64,
+    /// Base of the rotary frequencies.
+    pub rope_theta: f64,
+    /// What is done to these frequencies for long blocks.
+    pub rope_scaling: RopeScaling,
+    /// Whether the attention's projections have biases.
+    pub attention_bias: bool,
+    /// Whether the MLP's projections have biases.
+    pub mlp_bias: bool,
+    /// Whether the head is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Token whose embedding learns nothing from being read, PyTorch's `padding_idx`.
+    pub pad_token_id: Option<u32>,
+    /// Dropout probability of the attention.
+    pub attention_dropout: f64,
+}
+
+impl LlamaConfig {
+    /// What transformers assumes where a `config.json` is silent; but dropout, which is 0 unless the sweep file says otherwise.
+    pub const DEFAULT: Self = Self {
+        vocab_size: 32_000,
+        max_position_embeddings: 2048,
+        hidden_size: 4096,
+        intermediate_size: 11_008,
+        num_hidden_layers: 32,
+        num_attention_heads: 32,
+        num_key_value_heads: 32,
+        head_dim: 128,
+        hidden_act: Activation::Silu,
+        rms_norm_eps: 1e-6,
+        initializer_range: 0.02,
+        rope_theta: 10_000.0,
+        rope_scaling: RopeScaling::Default,
+        attention_bias: false,
+        mlp_bias: false,
+        tie_word_embeddings: false,
+        pad_token_id: None,
+        attention_dropout: 0.0,
+    };
+
+    fn check(&self) -> Result<(), String> {
+        let Self { vocab_size, max_position_embeddings, hidden_size, intermediate_size, num_hidden_layers, .. } = *self;
+        let Self { num_attention_heads, num_key_value_heads, head_dim, rope_theta, .. } = *self;
+        not_zero(&[
+            ("vocab_size", vocab_size),
+            ("max_position_embeddings", max_position_embeddings),
+            ("hidden_size", hidden_size),
+            ("intermediate_size", intermediate_size),
+            ("num_hidden_layers", num_hidden_layers),
+            ("num_attention_heads", num_attention_heads),
+            ("num_key_value_heads", num_key_value_heads),
+            ("head_dim", head_dim),
+        ])?;
+        if !hidden_size.is_multiple_of(num_attention_heads) {
+            return Err(format!("hidden_size = {hidden_size} does not divide into num_attention_heads = {num_attention_heads} heads"));
+        }
+        if !num_attention_heads.is_multiple_of(num_key_value_heads) {
+            return Err(format!(
+                "num_attention_heads = {num_attention_heads} does not divide into num_key_value_heads = {num_key_value_heads} groups"
+            ));
+        }
+        if head_dim % 2 == 1 {
+            return Err(format!("head_dim = {head_dim} is odd, so its numbers make no pairs to rotate"));
+        }
+        if !(rope_theta.is_finite() && rope_theta > 0.0) {
+            return Err(format!("rope_theta = {rope_theta} is not above 0"));
+        }
+        if let Some(token) = self.pad_token_id.filter(|token| *token as usize >= vocab_size) {
+            return Err(format!("pad_token_id = {token} is not in the vocabulary of {vocab_size}"));
+        }
+        self.rope_scaling.check()?;
+        probability("attention_dropout", self.attention_dropout)
+    }
+}
+
+fn not_zero(sizes: &[(&str, usize)]) -> Result<(), String> {
+    sizes.iter().find(|(_, value)| *value == 0).map_or(Ok(()), |(name, _)| Err(format!("{name} is 0")))
+}
+
+fn probability(name: &str, value: f64) -> Result<(), String> {
+    if (0.0..1.0).contains(&value) { Ok(()) } else { Err(format!("{name} = {value} is not a probability below 1")) }
+}
+
+/// What is done to rotary frequencies so that a model takes longer blocks than it was trained on; transformers' `rope_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(tag = "rope_type", rename_all = "snake_case", deny_unknown_fields)]
+pub enum RopeScaling {
+    /// Nothing.
+    Default,
+    /// All are divided.
+    Linear {
+        /// By this.
+        factor: f64,
+    },
+    /// Slow ones are divided, fast ones are not, and those between in part: Llama 3.1.
+    Llama3 {
+        /// By this.
+        factor: f64,
+        /// Slow are those that turn fewer times within the original positions.
+        low_freq_factor: f64,
+        /// Fast are those that turn more often.
+        high_freq_factor: f64,
+        /// Positions the model was first trained on.
+        original_max_position_embeddings: usize,
+    },
+}
+
+impl RopeScaling {
+    fn check(&self) -> Result<(), String> {
+        let (factor, low, high) = match *self {
+            Self::Default => return Ok(()),
+            Self::Linear { factor } => (factor, 1.0, 2.0),
+            Self::Llama3 { factor, low_freq_factor, high_freq_factor, .. } => (factor, low_freq_factor, high_freq_factor),
+        };
+        if !(factor.is_finite() && factor > 0.0) {
+            return Err(format!("factor = {factor} of the rotary embedding is not above 0"));
+        }
+        if !(low > 0.0 && high > low) {
+            return Err(format!("low_freq_factor = {low} and high_freq_factor = {high} of the rotary embedding do not ascend from above 0"));
+        }
+        Ok(())
+    }
 }
 
 /// Data that was fetched, tokenised and cached: what the trainer reads. Made by `data::prepare`, read by `data::load`.

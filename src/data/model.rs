@@ -10,8 +10,8 @@ use super::error::{DataError, read_file};
 use super::hub::{Hub, Repository, is_hub_id};
 use super::model_config;
 use super::token_file::hexadecimal;
-use crate::protocol::{Architecture, Gpt2Config, ResolvedModel};
-use crate::spec::presets::{self, Preset, Sizes};
+use crate::protocol::ResolvedModel;
+use crate::spec::presets::{self, Preset};
 use crate::spec::settings::{Init, ModelSettings};
 
 const CONFIG: &str = "config.json";
@@ -42,8 +42,9 @@ pub fn resolve(settings: &ModelSettings, data_vocab: usize, hub: &Hub) -> Result
             hint: Some("leave model.config out, or write init = \"random\"".to_owned()),
         });
     }
-    let mut config = match &place {
-        Place::Preset(preset) => preset_config(preset, data_vocab),
+    let mut architecture = match &place {
+        // A preset's sizes are known without asking anyone, so that `init = "random"` needs no network.
+        Place::Preset(preset) => preset.architecture(data_vocab),
         Place::Folder(folder) => model_config::read(&folder.join(CONFIG))?,
         Place::File(file) => model_config::read(&file.with_file_name(CONFIG))?,
         Place::Hub(repository) => {
@@ -51,9 +52,9 @@ pub fn resolve(settings: &ModelSettings, data_vocab: usize, hub: &Hub) -> Result
             model_config::read(&with_hints(fetched, || model_hints(repository, hub))?)?
         }
     };
-    model_config::apply(&mut config, &settings.config)?;
-    if config.vocab_size < data_vocab {
-        return Err(DataError::VocabularyMismatch { data_vocab, model_vocab: config.vocab_size, model: settings.id.clone() });
+    model_config::apply(&mut architecture, &settings.config)?;
+    if architecture.vocab_size() < data_vocab {
+        return Err(DataError::VocabularyMismatch { data_vocab, model_vocab: architecture.vocab_size(), model: settings.id.clone() });
     }
     let (weights, fingerprint) = match settings.init {
         Init::Random => (None, None),
@@ -62,7 +63,7 @@ pub fn resolve(settings: &ModelSettings, data_vocab: usize, hub: &Hub) -> Result
             (Some(weights), Some(fingerprint(&files)?))
         }
     };
-    Ok(ResolvedModel { architecture: Architecture::Gpt2(config), weights, fingerprint })
+    Ok(ResolvedModel { architecture, weights, fingerprint })
 }
 
 /// The tokenizer that a model comes with.
@@ -133,9 +134,6 @@ fn locate(settings: &ModelSettings) -> Result<Place, DataError> {
     let id = settings.id.as_str();
     if let Some(preset) = presets::preset(id) {
         return Ok(Place::Preset(preset));
-    }
-    if id.starts_with("llama-") {
-        return Err(model_config::llama_refused(id));
     }
     let path = Path::new(id);
     if path.exists() {
@@ -297,18 +295,13 @@ fn data_end(header: &[u8]) -> Result<u64, String> {
     Ok(end)
 }
 
-/// A preset's sizes are known without asking anyone, so that `init = "random"` needs no network.
-fn preset_config(preset: &Preset, data_vocab: usize) -> Gpt2Config {
-    let Sizes { n_layer, n_embd, n_head, n_positions, vocab_size } = preset.sizes;
-    Gpt2Config { n_layer, n_embd, n_head, n_positions, vocab_size: vocab_size.unwrap_or(data_vocab), ..model_config::GPT2_DEFAULTS }
-}
-
 #[cfg(test)]
 mod tests {
     use safetensors::Dtype;
     use safetensors::tensor::TensorView;
 
     use super::*;
+    use crate::protocol::{Activation, Architecture, Gpt2Config, LlamaConfig, RopeScaling};
     use crate::spec::settings::{AttnImplementation, ModelConfigOverrides};
 
     fn settings(id: &str, init: Init) -> ModelSettings {
@@ -327,7 +320,12 @@ mod tests {
     }
 
     fn gpt2(resolved: ResolvedModel) -> Gpt2Config {
-        let Architecture::Gpt2(config) = resolved.architecture;
+        let Architecture::Gpt2(config) = resolved.architecture else { panic!("{resolved:?}") };
+        config
+    }
+
+    fn llama(resolved: ResolvedModel) -> LlamaConfig {
+        let Architecture::Llama(config) = resolved.architecture else { panic!("{resolved:?}") };
         config
     }
 
@@ -395,7 +393,7 @@ mod tests {
         weights(&path("model.safetensors"), 1);
         let single = resolve(&settings(&id, Init::Pretrained), 1024, &no_hub()).unwrap();
         assert_eq!(single.weights, Some(path("model.safetensors")));
-        let Architecture::Gpt2(config) = &single.architecture;
+        let config = gpt2(single.clone());
         assert_eq!((config.n_embd, config.n_inner, config.dropout), (64, None, 0.0));
         let file = path("model.safetensors").display().to_string();
         assert_eq!(resolve(&settings(&file, Init::Pretrained), 1024, &no_hub()).unwrap(), single);
@@ -433,16 +431,25 @@ mod tests {
     #[test]
     fn what_cannot_be_used_is_refused_by_name() {
         let message = |id: &str| resolve(&settings(id, Init::Pretrained), 1024, &no_hub()).unwrap_err().to_string();
-        assert_eq!(message("llama-2-7b"), "model.id: llama-2-7b is a Llama model, and training Llama is not built yet");
         assert_eq!(message("./models/mine"), "model ./models/mine is not there: there is no such file or folder");
         assert_eq!(message("distilgpt2"), "model distilgpt2 is not in the cache and cannot be fetched: HF_HUB_OFFLINE is set");
         let folder = tempfile::tempdir().unwrap();
         let config = folder.path().join("config.json");
         let id = folder.path().display().to_string();
         for (from, to, expected) in [
-            ("gpt2", "llama", "is a Llama model"),
-            ("gpt2", "opt", "model_type \"opt\" is not one that sweep trains (gpt2)"),
-            ("gelu_new", "relu", "activation_function is not gelu_new, which this trainer cannot do"),
+            ("gpt2", "opt", "model_type \"opt\" is not one that sweep trains (gpt2, llama)"),
+            (
+                "gelu_new",
+                "mish",
+                "activation_function is \"mish\" rather than gelu_new, gelu, quick_gelu, silu, relu or tanh, which this trainer cannot do",
+            ),
+            (
+                "\"n_inner\": null",
+                "\"scale_attn_by_inverse_layer_idx\": true",
+                "scale_attn_by_inverse_layer_idx is true, which this trainer cannot do",
+            ),
+            ("\"n_inner\": null", "\"add_cross_attention\": true", "add_cross_attention is true"),
+            ("\"n_inner\": null", "\"scale_attn_weights\": false", "scale_attn_weights is false"),
             ("\"n_head\": 2", "\"n_head\": 3", "n_embd = 64 does not divide into n_head = 3 heads"),
             ("\"n_layer\": 2", "\"n_layer\": \"2\"", "invalid type: string"),
             ("{", "", "is not a model configuration that can be used"),
@@ -450,6 +457,101 @@ mod tests {
             std::fs::write(&config, V5.replacen(from, to, 1)).unwrap();
             assert!(message(&id).contains(expected), "{} / {expected}", message(&id));
         }
+    }
+
+    const LLAMA: &str = r#"{"model_type": "llama", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-05, "hidden_act": "silu", "vocab_size": 1024, "pad_token_id": null,
+        "attention_dropout": 0.1, MORE}"#;
+
+    fn llama_of(more: &str) -> Result<LlamaConfig, String> {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("config.json"), LLAMA.replace("MORE", more)).unwrap();
+        let id = folder.path().display().to_string();
+        resolve(&settings(&id, Init::Random), 1024, &no_hub()).map(llama).map_err(|error| error.to_string())
+    }
+
+    /// The same model as transformers 4 and transformers 5 write it, with and without scaled frequencies.
+    #[test]
+    fn llama_configurations_of_both_generations_are_read() {
+        let plain = LlamaConfig {
+            vocab_size: 1024,
+            max_position_embeddings: 128,
+            hidden_size: 64,
+            intermediate_size: 172,
+            num_hidden_layers: 2,
+            num_attention_heads: 4,
+            num_key_value_heads: 2,
+            head_dim: 16,
+            rms_norm_eps: 1e-5,
+            ..LlamaConfig::DEFAULT
+        };
+        let linear = LlamaConfig { rope_theta: 5000.0, rope_scaling: RopeScaling::Linear { factor: 2.0 }, ..plain.clone() };
+        let scaling = RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_max_position_embeddings: 64 };
+        let llama3 = LlamaConfig { rope_scaling: scaling, ..plain.clone() };
+        let table = [
+            (r#""rope_theta": 10000.0, "rope_scaling": null, "torch_dtype": "float32""#, plain.clone()),
+            (r#""head_dim": 16, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "dtype": "float32""#, plain.clone()),
+            (r#""rope_theta": 5000, "rope_scaling": {"type": "linear", "factor": 2.0}"#, linear.clone()),
+            (r#""rope_parameters": {"rope_theta": 5000.0, "rope_type": "linear", "factor": 2}"#, linear),
+            (
+                r#""rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}"#,
+                llama3,
+            ),
+            (r#""head_dim": null, "num_key_value_heads": null"#, LlamaConfig { num_key_value_heads: 4, ..plain.clone() }),
+            (
+                r#""head_dim": 24, "attention_bias": true, "mlp_bias": true, "tie_word_embeddings": true, "pad_token_id": 3, "hidden_act": "gelu""#,
+                LlamaConfig {
+                    head_dim: 24,
+                    attention_bias: true,
+                    mlp_bias: true,
+                    tie_word_embeddings: true,
+                    pad_token_id: Some(3),
+                    hidden_act: Activation::Gelu,
+                    ..plain
+                },
+            ),
+        ];
+        for (more, want) in table {
+            assert_eq!(llama_of(more), Ok(want), "{more}");
+        }
+    }
+
+    #[test]
+    fn llama_configurations_that_cannot_be_computed_are_refused_by_name() {
+        for (more, expected) in [
+            (r#""rope_scaling": {"rope_type": "yarn", "factor": 2.0}"#, "rope_type is \"yarn\" rather than default, linear or llama3"),
+            (r#""rope_parameters": {"rope_type": "dynamic", "factor": 2.0}"#, "rope_type is \"dynamic\""),
+            (r#""rope_parameters": {"rope_type": "linear"}"#, "rope_type \"linear\" comes without its factor"),
+            (r#""rope_parameters": {"rope_type": "linear", "factor": -1.0}"#, "factor = -1 of the rotary embedding is not above 0"),
+            (r#""rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}"#, "partial_rotary_factor is 0.5"),
+            (r#""head_dim": 15"#, "head_dim = 15 is odd"),
+            (r#""pad_token_id": 2000"#, "pad_token_id = 2000 is not in the vocabulary of 1024"),
+        ] {
+            let error = llama_of(more).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn overrides_of_a_llama_are_its_own_keys() {
+        let mut model = settings("llama-tiny", Init::Random);
+        let config = |model: &ModelSettings| resolve(model, 777, &no_hub()).map(llama);
+        let tiny = config(&model).unwrap();
+        assert_eq!((tiny.vocab_size, tiny.hidden_size, tiny.head_dim, tiny.num_key_value_heads), (777, 128, 32, 2));
+        model.config = ModelConfigOverrides { hidden_size: Some(96), num_attention_heads: Some(6), dropout: Some(0.1), ..Default::default() };
+        let changed = config(&model).unwrap();
+        assert_eq!((changed.head_dim, changed.num_key_value_heads, changed.attention_dropout), (16, 2, 0.1));
+        model.config.head_dim = Some(20);
+        assert_eq!(config(&model).unwrap().head_dim, 20);
+        model.config.num_key_value_heads = Some(4);
+        let message = |model: &ModelSettings| config(model).unwrap_err().to_string();
+        assert_eq!(message(&model), "model.config: num_attention_heads = 6 does not divide into num_key_value_heads = 4 groups");
+        model.config = ModelConfigOverrides { n_layer: Some(2), ..Default::default() };
+        assert_eq!(message(&model), "model.config: n_layer is a key of GPT-2, the model is a Llama: say num_hidden_layers");
+        let mut model = settings("gpt2-tiny", Init::Random);
+        model.config = ModelConfigOverrides { rope_theta: Some(1e6), ..Default::default() };
+        let error = resolve(&model, 777, &no_hub()).unwrap_err().to_string();
+        assert_eq!(error, "model.config: rope_theta is a key of Llama, the model is a GPT-2");
     }
 
     #[test]

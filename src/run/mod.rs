@@ -13,7 +13,6 @@ mod processes;
 pub mod resume;
 mod run_loop;
 pub mod search;
-mod stacks;
 mod supervisor;
 mod work;
 

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use super::mistakes::{list, nearest};
 use super::plan::{Row, SweepPlan};
-use super::presets::{Sizes, preset};
+use super::presets::preset;
 use super::settings::{
     AutoWrapPolicy, DType, DataSettings, Dataset, DeviceKind, Init, ModelConfigOverrides, ModelSettings, Packing, Settings, ShardingStrategy,
 };
@@ -102,37 +102,68 @@ fn contradictions(settings: &Settings, found: &mut Found) {
 
 /// What is known of a model before or after it was looked up.
 struct Model {
-    width: Option<usize>,
-    heads: Option<usize>,
+    /// Width and heads of queries, and their keys in the family's `config.json`.
+    sizes: Option<[(usize, &'static str); 2]>,
+    key_value_heads: Option<usize>,
     positions: Option<usize>,
     vocab_size: Option<usize>,
     /// Module classes that can be wrapped; empty while the family is unknown.
     classes: &'static [&'static str],
+    /// Why an override cannot be one of this model's.
+    foreign: Option<String>,
 }
 
 /// What `transformer_layer_cls_to_wrap` can name in a GPT-2.
 const GPT2_CLASSES: &[&str] = &["GPT2Block"];
+/// And in a Llama.
+const LLAMA_CLASSES: &[&str] = &["LlamaDecoderLayer"];
 
 impl Model {
     fn find(row: &Row, facts: &Facts) -> Self {
         let model = &row.settings.model;
+        // Overrides are part of an architecture that was found, and are still to be laid over a preset's.
         if let Some((_, architecture)) = facts.models.iter().find(|(asked, _)| asked == model) {
-            let Architecture::Gpt2(config) = architecture;
-            return Self {
-                width: Some(config.n_embd),
-                heads: Some(config.n_head),
-                positions: Some(config.n_positions),
-                vocab_size: Some(config.vocab_size),
-                classes: GPT2_CLASSES,
-            };
+            return Self::of(architecture, &ModelConfigOverrides::default(), Some(architecture.vocab_size()));
         }
-        let sizes: Option<Sizes> = preset(&model.id).map(|preset| preset.sizes);
-        Self {
-            width: model.config.n_embd.or(sizes.map(|sizes| sizes.n_embd)),
-            heads: model.config.n_head.or(sizes.map(|sizes| sizes.n_head)),
-            positions: model.config.n_positions.or(sizes.map(|sizes| sizes.n_positions)),
-            vocab_size: model.config.vocab_size.or(sizes.and_then(|sizes| sizes.vocab_size)),
-            classes: if sizes.is_some() { GPT2_CLASSES } else { &[] },
+        match preset(&model.id) {
+            Some(preset) => {
+                let published = preset.hub.is_some().then(|| preset.architecture(0).vocab_size());
+                Self::of(&preset.architecture(0), &model.config, model.config.vocab_size.or(published))
+            }
+            None => Self {
+                sizes: None,
+                key_value_heads: None,
+                positions: model.config.positions(),
+                vocab_size: model.config.vocab_size,
+                classes: &[],
+                foreign: None,
+            },
+        }
+    }
+
+    fn of(architecture: &Architecture, overrides: &ModelConfigOverrides, vocab_size: Option<usize>) -> Self {
+        let foreign = overrides.foreign_to(architecture);
+        match architecture {
+            Architecture::Gpt2(config) => Self {
+                sizes: Some([(overrides.n_embd.unwrap_or(config.n_embd), "n_embd"), (overrides.n_head.unwrap_or(config.n_head), "n_head")]),
+                key_value_heads: None,
+                positions: overrides.n_positions.or(Some(config.n_positions)),
+                vocab_size,
+                classes: GPT2_CLASSES,
+                foreign,
+            },
+            Architecture::Llama(config) => {
+                let heads = overrides.num_attention_heads.unwrap_or(config.num_attention_heads);
+                let alone = config.num_key_value_heads == config.num_attention_heads;
+                Self {
+                    sizes: Some([(overrides.hidden_size.unwrap_or(config.hidden_size), "hidden_size"), (heads, "num_attention_heads")]),
+                    key_value_heads: overrides.num_key_value_heads.or(Some(if alone { heads } else { config.num_key_value_heads })),
+                    positions: overrides.max_position_embeddings.or(Some(config.max_position_embeddings)),
+                    vocab_size,
+                    classes: LLAMA_CLASSES,
+                    foreign,
+                }
+            }
         }
     }
 }
@@ -150,15 +181,22 @@ fn of_model(row: &Row, model: &Model, found: &mut Found) {
             format!("{}candidates: {}", near.unwrap_or_default(), list(model.classes.iter().copied())),
         ));
     }
-    if let (Some(width), Some(heads)) = (model.width, model.heads)
-        && !width.is_multiple_of(heads)
-    {
-        found.push((format!("{heads} heads do not divide a width of {width}"), "choose n_head among the divisors of n_embd".to_owned()));
+    if let Some(foreign) = &model.foreign {
+        found.push((format!("model.config: {foreign}"), "use the keys of the model's own config.json".to_owned()));
+    }
+    if let Some([(width, width_key), (heads, heads_key)]) = model.sizes {
+        if !width.is_multiple_of(heads) {
+            found.push((format!("{heads} heads do not divide a width of {width}"), format!("choose {heads_key} among the divisors of {width_key}")));
+        }
+        if let Some(groups) = model.key_value_heads.filter(|groups| !heads.is_multiple_of(*groups)) {
+            let help = format!("choose num_key_value_heads among the divisors of {heads_key}");
+            found.push((format!("{groups} key-value heads do not divide {heads} heads"), help));
+        }
     }
     if let Some(positions) = model.positions {
         // Candidates of a search above the positions are no mistake: the model limits what is found.
         if let Some(block_size) = row.block_size.filter(|block_size| *block_size > positions) {
-            let help = format!("choose train.block_size up to {positions}, or n_positions of at least {block_size} with random weights");
+            let help = format!("choose train.block_size up to {positions}, or more positions with random weights");
             found.push((format!("block size {block_size} exceeds the model's {positions} positions"), help));
         } else if row.settings.train.eval_block_size > positions {
             let size = row.settings.train.eval_block_size;

@@ -114,7 +114,7 @@ impl Expansion {
 }
 
 fn default_block_size(point: &Point) -> usize {
-    point.settings.model.config.n_positions.map_or(DEFAULT_BLOCK_SIZE, |positions| positions.min(DEFAULT_BLOCK_SIZE))
+    point.settings.model.config.positions().map_or(DEFAULT_BLOCK_SIZE, |positions| positions.min(DEFAULT_BLOCK_SIZE))
 }
 
 impl Group {

@@ -5,6 +5,8 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::protocol::Architecture;
+
 /// All resolved parameters of one configuration.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
@@ -61,22 +63,73 @@ pub enum AttnImplementation {
     Flash,
 }
 
-/// Overrides of the model's configuration, named as in GPT-2's `config.json`. `None` keeps the model's own value.
+/// Overrides of the model's configuration, named as in `config.json` of its family. `None` keeps the model's own value.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfigOverrides {
-    /// Transformer blocks.
+    /// Transformer blocks of a GPT-2.
     pub n_layer: Option<usize>,
-    /// Width.
+    /// Width of a GPT-2.
     pub n_embd: Option<usize>,
-    /// Attention heads.
+    /// Attention heads of a GPT-2.
     pub n_head: Option<usize>,
-    /// Largest block size.
+    /// Largest block size of a GPT-2.
     pub n_positions: Option<usize>,
+    /// Transformer blocks of a Llama.
+    pub num_hidden_layers: Option<usize>,
+    /// Width of a Llama.
+    pub hidden_size: Option<usize>,
+    /// Width of a Llama's MLP.
+    pub intermediate_size: Option<usize>,
+    /// Heads of queries of a Llama.
+    pub num_attention_heads: Option<usize>,
+    /// Heads of keys and values of a Llama.
+    pub num_key_value_heads: Option<usize>,
+    /// Numbers of a head of a Llama; its width over its heads where neither the model nor this says otherwise.
+    pub head_dim: Option<usize>,
+    /// Largest block size of a Llama.
+    pub max_position_embeddings: Option<usize>,
+    /// Base of a Llama's rotary frequencies.
+    pub rope_theta: Option<f64>,
     /// Vocabulary; from the data when nothing says otherwise.
     pub vocab_size: Option<usize>,
-    /// Dropout probability of embeddings, attention and residuals.
+    /// Dropout probability: of embeddings, attention and residuals in a GPT-2, of the attention in a Llama.
     pub dropout: Option<f64>,
+}
+
+impl ModelConfigOverrides {
+    /// The first override that belongs to another family than this model's, and what to say instead.
+    pub fn foreign_to(&self, architecture: &Architecture) -> Option<String> {
+        let size = |value: Option<usize>| value.is_some();
+        let gpt2 = [
+            ("n_layer", "num_hidden_layers", size(self.n_layer)),
+            ("n_embd", "hidden_size", size(self.n_embd)),
+            ("n_head", "num_attention_heads", size(self.n_head)),
+            ("n_positions", "max_position_embeddings", size(self.n_positions)),
+        ];
+        let llama = [
+            ("num_hidden_layers", "n_layer", size(self.num_hidden_layers)),
+            ("hidden_size", "n_embd", size(self.hidden_size)),
+            ("num_attention_heads", "n_head", size(self.num_attention_heads)),
+            ("max_position_embeddings", "n_positions", size(self.max_position_embeddings)),
+            ("intermediate_size", "", size(self.intermediate_size)),
+            ("num_key_value_heads", "", size(self.num_key_value_heads)),
+            ("head_dim", "", size(self.head_dim)),
+            ("rope_theta", "", self.rope_theta.is_some()),
+        ];
+        let (foreign, theirs, ours): (&[_], _, _) = match architecture {
+            Architecture::Gpt2(_) => (&llama, "Llama", "GPT-2"),
+            Architecture::Llama(_) => (&gpt2, "GPT-2", "Llama"),
+        };
+        let (name, instead, _) = foreign.iter().find(|(.., is_set)| *is_set)?;
+        let instead = if instead.is_empty() { String::new() } else { format!(": say {instead}") };
+        Some(format!("{name} is a key of {theirs}, the model is a {ours}{instead}"))
+    }
+
+    /// The largest block size it asks for.
+    pub fn positions(&self) -> Option<usize> {
+        self.n_positions.or(self.max_position_embeddings)
+    }
 }
 
 /// `[data]`

@@ -8,7 +8,7 @@ pub(crate) const TABLES: [(&str, &str); 2] =
     [("peft", "training adapters instead of all parameters"), ("runner", "running training programs other than sweep's own")];
 
 /// Keys that are not built: path, the values that are refused (none: all of them), and what they would do.
-const KEYS: [(&str, &[&str], &str); 12] = [
+const KEYS: [(&str, &[&str], &str); 11] = [
     ("model.trainable", &[], "freezing parameters"),
     ("model.attn_implementation", &["flash"], "fused attention"),
     ("fsdp.fsdp_version", &["2"], "per-parameter sharding (FSDP2)"),
@@ -20,7 +20,6 @@ const KEYS: [(&str, &[&str], &str); 12] = [
     ("checkpoint.save_total_limit", &[], "saving checkpoints"),
     ("checkpoint.save_model", &["true"], "saving the trained model"),
     ("report.columns", &[], "choosing the tables' columns"),
-    ("model.id", &["llama-2-7b", "llama-2-13b", "llama-2-70b"], "the Llama family"),
 ];
 
 /// Why a value is refused, if its feature is not built.

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use super::error::TrainError;
 use super::fsdp::EngineOptions;
 use super::memory::MAX_RANKS;
-use crate::protocol::{Architecture, PROTOCOL, TrialRequest};
+use crate::protocol::{PROTOCOL, TrialRequest};
 use crate::spec::settings::DeviceKind;
 use crate::store;
 use crate::trial::Purpose;
@@ -65,9 +65,8 @@ impl TrialConfig {
         if data.vocab_size > model.architecture.vocab_size() {
             return refuse(format!("the data has {} token ids, the model only {}", data.vocab_size, model.architecture.vocab_size()));
         }
-        let Architecture::Gpt2(sizes) = &model.architecture;
-        if sizes.n_head == 0 || !sizes.n_embd.is_multiple_of(sizes.n_head) {
-            return refuse(format!("n_embd = {} is not a multiple of n_head = {}", sizes.n_embd, sizes.n_head));
+        if let Err(reason) = model.architecture.check() {
+            return refuse(reason);
         }
         let train = &settings.train;
         let counts = [

@@ -13,9 +13,7 @@ use super::error::TrainError;
 use super::eval::{evaluate, evaluate_full_batch};
 use super::fsdp::{FullyShardedDataParallel, Shard, run_ranks};
 use super::memory::{self, Accounts, Phase};
-use super::model::Model;
-use super::model::gpt2::Gpt2;
-use super::model::ops::AttentionKind;
+use super::model::{self, ops::AttentionKind};
 use super::optim::{self, AdamW, FlatShard, clip_coefficient};
 use super::reporter::Reporter;
 use super::scaler::GradScaler;
@@ -23,7 +21,7 @@ use super::schedule::Schedule;
 use super::timing::{self, StepTime};
 use super::weights;
 use crate::data::{Blocks, Dealing, Epoch};
-use crate::protocol::{Architecture, Evaluation, MessageKind, Number, PROTOCOL, Step, TrialEnding, TrialResult};
+use crate::protocol::{Evaluation, MessageKind, Number, PROTOCOL, Step, TrialEnding, TrialResult};
 use crate::spec::settings::{AttnImplementation, FsdpSettings, TrainDuration, TrainSettings};
 
 /// Runs a trial on all its ranks. `began` is when the process did.
@@ -35,8 +33,7 @@ pub fn train(config: &TrialConfig, reporter: &Reporter, began: Instant) -> Resul
     reporter.started(config.world_size())?;
     reporter.phase("load")?;
     let data = TrialData::load(config, reporter)?;
-    let Architecture::Gpt2(sizes) = &request.model.architecture;
-    let model: Arc<dyn Model> = Arc::new(Gpt2::new(sizes.clone(), attention(request.settings.model.attn_implementation)));
+    let model = model::build(&request.model.architecture, attention(request.settings.model.attn_implementation));
     let weights = weights::open(&request.model, request.seed)?;
     if !request.settings.fsdp.use_orig_params && request.settings.train.weight_decay > 0.0 && !request.settings.train.decay_norm_and_bias {
         reporter.warn("use_orig_params = false: norms and biases decay too, since a flat parameter is one to the optimiser, as in PyTorch")?;

@@ -9,21 +9,20 @@ pub use self::safetensors::SafetensorsWeights;
 
 use super::error::TrainError;
 use super::fsdp::WeightSource;
-use crate::protocol::{Architecture, ResolvedModel};
+use crate::protocol::ResolvedModel;
 
 /// The source of a model's first values: its files where it has any, random numbers otherwise.
 ///
 /// # Errors
 /// The files are missing, damaged or incomplete.
 pub fn open(model: &ResolvedModel, seed: u64) -> Result<Box<dyn WeightSource>, TrainError> {
-    let Architecture::Gpt2(config) = &model.architecture;
     match &model.weights {
         Some(path) => Ok(Box::new(SafetensorsWeights::open(path)?)),
-        None => Ok(Box::new(RandomWeights::new(config, seed))),
+        None => Ok(Box::new(RandomWeights::new(&model.architecture, seed))),
     }
 }
 
-/// The name without the prefix that some files have and some lack.
+/// The name without the prefix of the base model, which some files have and some lack.
 fn bare(name: &str) -> &str {
-    name.strip_prefix("transformer.").unwrap_or(name)
+    ["transformer.", "model."].into_iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(name)
 }

@@ -149,17 +149,7 @@ fn write_tokens(path: &Path, shape: &[usize], ids: &[i32]) {
 }
 
 fn tiny_model(vocab_size: usize) -> ResolvedModel {
-    let architecture = Architecture::Gpt2(Gpt2Config {
-        vocab_size,
-        n_positions: 128,
-        n_embd: 64,
-        n_layer: 2,
-        n_head: 2,
-        n_inner: None,
-        layer_norm_epsilon: 1e-5,
-        initializer_range: 0.02,
-        dropout: 0.0,
-    });
+    let architecture = Architecture::Gpt2(Gpt2Config { vocab_size, n_positions: 128, n_embd: 64, n_layer: 2, n_head: 2, ..Gpt2Config::DEFAULT });
     ResolvedModel { architecture, weights: None, fingerprint: None }
 }
 

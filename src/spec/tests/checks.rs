@@ -37,6 +37,25 @@ fn models_are_checked_by_their_sizes() {
     assert_eq!(check(&changed, &Facts::default())[0].message, "model.config changes the model, so its pretrained weights do not fit");
 }
 
+#[test]
+fn a_llama_is_checked_by_its_own_keys() {
+    let llama = |text: &str| {
+        let plan = plan(&format!("[model]\nid = \"llama-tiny\"\n{text}"));
+        check(&plan, &Facts::default()).into_iter().map(|problem| problem.message).collect::<Vec<_>>()
+    };
+    assert_eq!(llama(""), NONE);
+    assert_eq!(llama("config = { hidden_size = 130 }\n"), ["4 heads do not divide a width of 130"]);
+    assert_eq!(llama("config = { num_key_value_heads = 3 }\n"), ["3 key-value heads do not divide 4 heads"]);
+    assert_eq!(
+        llama("config = { max_position_embeddings = 64 }\n[train]\nblock_size = 128\neval_block_size = 64\n"),
+        ["block size 128 exceeds the model's 64 positions"]
+    );
+    assert_eq!(llama("config = { n_layer = 2 }\n"), ["model.config: n_layer is a key of GPT-2, the model is a Llama: say num_hidden_layers"]);
+    let wrapped = "[fsdp]\nauto_wrap_policy = \"TRANSFORMER_BASED_WRAP\"\ntransformer_layer_cls_to_wrap = ";
+    assert_eq!(llama(&format!("{wrapped}\"LlamaDecoderLayer\"\n")), NONE);
+    assert_eq!(llama(&format!("{wrapped}\"GPT2Block\"\n")), ["the model has no class `GPT2Block` to wrap"]);
+}
+
 /// Case 36, as far as the file alone decides: candidates above the positions are limited by the model, no mistake.
 #[test]
 fn candidates_above_the_models_positions_are_no_mistake() {
@@ -65,17 +84,7 @@ fn what_was_found_out_about_model_and_data_is_used() {
     let plan = plan(text);
     assert_eq!(check(&plan, &Facts::default()), []);
     let settings = only_row(&plan).settings;
-    let architecture = Architecture::Gpt2(Gpt2Config {
-        vocab_size: 500,
-        n_positions: 128,
-        n_embd: 65,
-        n_layer: 2,
-        n_head: 2,
-        n_inner: None,
-        layer_norm_epsilon: 1e-5,
-        initializer_range: 0.02,
-        dropout: 0.0,
-    });
+    let architecture = Architecture::Gpt2(Gpt2Config { vocab_size: 500, n_positions: 128, n_embd: 65, n_layer: 2, n_head: 2, ..Gpt2Config::DEFAULT });
     let data = PreparedData {
         train: "a".into(),
         eval: None,

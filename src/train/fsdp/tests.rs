@@ -9,9 +9,10 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 
 use super::*;
-use crate::protocol::Gpt2Config;
+use crate::protocol::{Gpt2Config, LlamaConfig};
 use crate::spec::settings::{AutoWrapPolicy, BackwardPrefetch, DType, MixedPrecision, StateDictType};
 use crate::train::model::gpt2::Gpt2;
+use crate::train::model::llama::Llama;
 use crate::train::model::ops::AttentionKind;
 use crate::train::model::tree::{Module, ModuleTree};
 
@@ -75,16 +76,21 @@ pub(super) fn defaults() -> FsdpSettings {
 }
 
 pub(super) fn tiny(dropout: f64) -> Gpt2Config {
-    Gpt2Config {
+    Gpt2Config { vocab_size: 1024, n_positions: 128, n_embd: 64, n_layer: 2, n_head: 2, dropout, ..Gpt2Config::DEFAULT }
+}
+
+fn tiny_llama() -> LlamaConfig {
+    LlamaConfig {
         vocab_size: 1024,
-        n_positions: 128,
-        n_embd: 64,
-        n_layer: 2,
-        n_head: 2,
-        n_inner: None,
-        layer_norm_epsilon: 1e-5,
-        initializer_range: 0.02,
-        dropout,
+        max_position_embeddings: 128,
+        hidden_size: 64,
+        intermediate_size: 172,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 16,
+        rms_norm_eps: 1e-5,
+        ..LlamaConfig::DEFAULT
     }
 }
 
@@ -376,13 +382,14 @@ fn odd() -> ModuleTree {
     }
 }
 
-/// Units, their order, sizes, padding and the place of every parameter, for three models, every policy, both layouts and two world sizes.
+/// Units, their order, sizes, padding and the place of every parameter, for four models, every policy, both layouts and two world sizes.
 #[test]
 fn flat_parameters_are_laid_out_as_pytorchs() {
     let small = Gpt2Config { vocab_size: 50257, n_positions: 1024, n_embd: 768, n_layer: 12, n_head: 12, ..tiny(0.0) };
     let trees = [
         ("tiny-gpt2", Gpt2::new(tiny(0.0), AttentionKind::Flash).modules().clone()),
         ("gpt2-124M", Gpt2::new(small, AttentionKind::Flash).modules().clone()),
+        ("tiny-llama", Llama::new(tiny_llama(), AttentionKind::Flash).modules().clone()),
         ("toy-odd", odd()),
     ];
     let mut checked = 0;
@@ -399,11 +406,16 @@ fn flat_parameters_are_laid_out_as_pytorchs() {
             settings.auto_wrap_policy = AutoWrapPolicy::SizeBasedWrap;
             settings.min_num_params = size.parse().unwrap();
         }
-        let class = if model == "toy-odd" { "Linear" } else { "GPT2Block" };
+        let class = match model {
+            "toy-odd" => "Linear",
+            "tiny-llama" => "LlamaDecoderLayer",
+            _ => "GPT2Block",
+        };
         let paths = wrap::unit_paths(tree, &settings, class).unwrap();
         let layouts = layout::flat_layouts(tree, &paths, &settings, world_size, |_| true);
         // PyTorch lists a wrapped tied head without parameters, or, with flat parameters, with an untied copy; here it is no unit.
-        let real = |unit: &&Value| unit.get("flat").is_some() && unit["unit"] != "lm_head" && unit["layout"][0][0] != "lm_head.weight";
+        let tied = |unit: &&Value| !tree.ties.is_empty() && (unit["unit"] == "lm_head" || unit["layout"][0][0] == "lm_head.weight");
+        let real = |unit: &&Value| unit.get("flat").is_some() && !tied(unit);
         let wanted: Vec<&Value> = reference.as_array().unwrap().iter().filter(real).collect();
         let layouts: Vec<_> = layouts.into_iter().filter(|layout| layout.numel > 0).collect();
         let names: Vec<_> = layouts.iter().map(|layout| (layout.unit.as_str(), layout.class)).collect();

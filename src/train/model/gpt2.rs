@@ -1,11 +1,11 @@
-//! GPT-2 (Radford et al. 2019): pre-norm, learned positions, gelu_new, tied head; modules and parameters named as in transformers' `GPT2LMHeadModel`.
+//! GPT-2 (Radford et al. 2019): pre-norm, learned positions, tied head; modules and parameters named as in transformers' `GPT2LMHeadModel`.
 
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
-use super::ops::{AttentionKind, add, causal_attention, dropout, embedding, gelu_tanh, layer_norm, linear, linear_transposed};
-use super::{Model, Module, ModuleTree, Scope, Sequences, module};
+use super::ops::{AttentionKind, LinearInput, WeightLayout, add, causal_attention, dropout, embedding, layer_norm, linear};
+use super::{Model, Module, ModuleTree, Scope, Sequences, activation_class, module};
 use crate::protocol::Gpt2Config;
 
 /// GPT-2 with a language-model head.
@@ -27,9 +27,9 @@ impl Gpt2 {
         module(scope, path, || layer_norm(x, &weight, &bias, self.config.layer_norm_epsilon as f32))
     }
 
-    fn conv1d(path: &str, x: Tensor<2>, scope: &dyn Scope) -> Tensor<2> {
+    fn conv1d(path: &str, x: impl Into<LinearInput>, scope: &dyn Scope) -> Tensor<2> {
         let [weight, bias] = ["weight", "bias"].map(|name| scope.parameter(&format!("{path}.{name}")));
-        module(scope, path, || linear(x, &weight, &bias))
+        module(scope, path, || linear(x, &weight, Some(&bias), WeightLayout::InOut))
     }
 
     fn dropout(&self, path: &str, x: Tensor<2>, scope: &dyn Scope) -> Tensor<2> {
@@ -53,7 +53,8 @@ impl Gpt2 {
     fn mlp(&self, path: &str, x: Tensor<2>, scope: &dyn Scope) -> Tensor<2> {
         module(scope, path, || {
             let wide = Self::conv1d(&format!("{path}.c_fc"), x, scope);
-            let projected = Self::conv1d(&format!("{path}.c_proj"), gelu_tanh(wide), scope);
+            let activated = LinearInput::Activated(self.config.activation_function, wide);
+            let projected = Self::conv1d(&format!("{path}.c_proj"), activated, scope);
             self.dropout(&format!("{path}.dropout"), projected, scope)
         })
     }
@@ -82,8 +83,8 @@ impl Model for Gpt2 {
                 let tokens: Arc<[u32]> = ids.into();
                 let positions: Arc<[u32]> = (0..sequences.rows).flat_map(|_| 0..sequences.block_size as u32).collect();
                 let [wte, wpe] = ["transformer.wte.weight", "transformer.wpe.weight"].map(|name| scope.parameter(name));
-                let tokens = module(scope, "transformer.wte", || embedding(&scope.anchor(), tokens, &wte));
-                let positions = module(scope, "transformer.wpe", || embedding(&scope.anchor(), positions, &wpe));
+                let tokens = module(scope, "transformer.wte", || embedding(&scope.anchor(), tokens, &wte, None));
+                let positions = module(scope, "transformer.wpe", || embedding(&scope.anchor(), positions, &wpe, None));
                 let mut hidden = self.dropout("transformer.drop", add(tokens, positions), scope);
                 for index in 0..self.config.n_layer {
                     hidden = module(scope, &format!("transformer.h.{index}"), || scope.block(index, hidden, sequences));
@@ -91,7 +92,7 @@ impl Model for Gpt2 {
                 self.norm("transformer.ln_f", hidden, scope)
             });
             let head = scope.parameter("lm_head.weight");
-            module(scope, "lm_head", || linear_transposed(hidden, &head))
+            module(scope, "lm_head", || linear(hidden, &head, None, WeightLayout::OutIn))
         })
     }
 }
@@ -109,8 +110,12 @@ fn modules(config: &Gpt2Config) -> ModuleTree {
             nothing("attn_dropout", "Dropout"),
             nothing("resid_dropout", "Dropout"),
         ];
-        let mlp =
-            vec![conv1d("c_fc", width, inner), conv1d("c_proj", inner, width), nothing("act", "NewGELUActivation"), nothing("dropout", "Dropout")];
+        let mlp = vec![
+            conv1d("c_fc", width, inner),
+            conv1d("c_proj", inner, width),
+            nothing("act", activation_class(config.activation_function)),
+            nothing("dropout", "Dropout"),
+        ];
         Module::container(
             index.to_string(),
             "GPT2Block",
@@ -128,6 +133,6 @@ fn modules(config: &Gpt2Config) -> ModuleTree {
     let head = Module::leaf("lm_head", "Linear", vec![("weight", vec![config.vocab_size, width])]);
     ModuleTree {
         root: Module::container("", "GPT2LMHeadModel", vec![Module::container("transformer", "GPT2Model", transformer), head]),
-        ties: vec![("lm_head.weight".to_owned(), "transformer.wte.weight".to_owned())],
+        ties: if config.tie_word_embeddings { vec![("lm_head.weight".to_owned(), "transformer.wte.weight".to_owned())] } else { Vec::new() },
     }
 }

@@ -2,11 +2,22 @@
 //! are, and what happens around each module, is the [`Scope`]'s business.
 
 pub mod gpt2;
+pub mod llama;
 pub mod ops;
 pub mod parameter;
 pub mod tree;
 
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+
 use burn::tensor::Tensor;
+
+use self::gpt2::Gpt2;
+use self::llama::Llama;
+use self::ops::AttentionKind;
+use crate::protocol::{Activation, Architecture};
 
 pub use parameter::{Parameter, ParameterStore, ParameterValue};
 pub use tree::{Module, ModuleTree, ParameterInfo};
@@ -33,6 +44,26 @@ pub trait Model: Send + Sync + 'static {
 
     /// Logits `[rows * block_size, vocabulary]` of token ids `[rows, block_size]`.
     fn forward(&self, ids: &[u32], sequences: Sequences, scope: &dyn Scope) -> Tensor<2>;
+}
+
+/// The model that `architecture` describes.
+pub fn build(architecture: &Architecture, attention: AttentionKind) -> Arc<dyn Model> {
+    match architecture {
+        Architecture::Gpt2(config) => Arc::new(Gpt2::new(config.clone(), attention)),
+        Architecture::Llama(config) => Arc::new(Llama::new(config.clone(), attention)),
+    }
+}
+
+/// The class of an activation's module in transformers.
+fn activation_class(activation: Activation) -> &'static str {
+    match activation {
+        Activation::GeluNew => "NewGELUActivation",
+        Activation::Gelu => "GELUActivation",
+        Activation::QuickGelu => "QuickGELUActivation",
+        Activation::Silu => "SiLUActivation",
+        Activation::Relu => "ReLU",
+        Activation::Tanh => "Tanh",
+    }
 }
 
 /// What surrounds a model's forward pass.

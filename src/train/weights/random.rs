@@ -1,4 +1,4 @@
-//! Random weights as transformers initialises GPT-2.
+//! Random weights as transformers initialises GPT-2 and Llama.
 //!
 //! Each parameter has a random stream of its own, made from seed and name, in which every element has its place: what is drawn does not depend on the
 //! number of ranks, on how parameters are cut into shards, or on the order in which they are asked for.
@@ -7,16 +7,19 @@ use std::f64::consts::TAU;
 use std::ops::Range;
 
 use super::bare;
-use crate::protocol::Gpt2Config;
+use crate::protocol::Architecture;
 use crate::train::error::TrainError;
 use crate::train::fsdp::WeightSource;
 
-/// Random first values of GPT-2.
+/// Random first values of a model.
 #[derive(Clone, Debug)]
 pub struct RandomWeights {
     seed: u64,
     initializer_range: f64,
-    n_layer: usize,
+    /// Standard deviation of GPT-2's projections into the residual stream.
+    residual_range: f64,
+    /// The embedding of this token starts at zero, as PyTorch's `padding_idx`.
+    padding: Option<u32>,
 }
 
 /// How a parameter starts.
@@ -29,8 +32,19 @@ enum Start {
 
 impl RandomWeights {
     /// Weights of a model with this configuration.
-    pub fn new(config: &Gpt2Config, seed: u64) -> Self {
-        Self { seed, initializer_range: config.initializer_range, n_layer: config.n_layer }
+    pub fn new(architecture: &Architecture, seed: u64) -> Self {
+        match architecture {
+            Architecture::Gpt2(config) => Self {
+                seed,
+                initializer_range: config.initializer_range,
+                // The stream gathers two projections a block; scaling them keeps its variance (Radford et al. 2019, section 2.3).
+                residual_range: config.initializer_range / (2.0 * config.n_layer as f64).sqrt(),
+                padding: None,
+            },
+            Architecture::Llama(config) => {
+                Self { seed, initializer_range: config.initializer_range, residual_range: config.initializer_range, padding: config.pad_token_id }
+            }
+        }
     }
 
     fn start(&self, name: &str) -> Option<Start> {
@@ -38,22 +52,28 @@ impl RandomWeights {
         let (kind, module) = (parts.next()?, parts.next()?);
         match (module, kind) {
             (_, "bias") => Some(Start::Constant(0.0)),
-            ("ln_1" | "ln_2" | "ln_f", "weight") => Some(Start::Constant(1.0)),
-            // The residual stream gathers two projections a block; scaling them keeps its variance (Radford et al. 2019, section 2.3).
-            ("c_proj", "weight") => Some(Start::Normal(self.initializer_range / (2.0 * self.n_layer as f64).sqrt())),
-            ("wte" | "wpe" | "c_attn" | "c_fc", "weight") => Some(Start::Normal(self.initializer_range)),
+            ("ln_1" | "ln_2" | "ln_f" | "norm" | "input_layernorm" | "post_attention_layernorm", "weight") => Some(Start::Constant(1.0)),
+            ("c_proj", "weight") => Some(Start::Normal(self.residual_range)),
+            ("wte" | "wpe" | "c_attn" | "c_fc" | "embed_tokens" | "lm_head", "weight") => Some(Start::Normal(self.initializer_range)),
+            (_, "weight") if module.ends_with("_proj") => Some(Start::Normal(self.initializer_range)),
             _ => None,
         }
     }
 }
 
 impl WeightSource for RandomWeights {
-    fn read(&self, name: &str, _shape: &[usize], elements: Range<usize>) -> Result<Vec<f32>, TrainError> {
-        match self.start(name) {
-            Some(Start::Constant(value)) => Ok(vec![value; elements.len()]),
-            Some(Start::Normal(deviation)) => Ok(Stream::new(self.seed, bare(name)).normal(deviation, elements)),
-            None => Err(TrainError::Failed(format!("GPT-2 has no parameter {name}, so it is unknown how it starts"))),
+    fn read(&self, name: &str, shape: &[usize], elements: Range<usize>) -> Result<Vec<f32>, TrainError> {
+        let mut values = match self.start(name) {
+            Some(Start::Constant(value)) => vec![value; elements.len()],
+            Some(Start::Normal(deviation)) => Stream::new(self.seed, bare(name)).normal(deviation, elements.clone()),
+            None => return Err(TrainError::Failed(format!("sweep's models have no parameter {name}, so it is unknown how it starts"))),
+        };
+        if let (Some(padding), "embed_tokens.weight", Some(width)) = (self.padding, bare(name), shape.get(1)) {
+            let row = padding as usize * width..(padding as usize + 1) * width;
+            let zeroed = row.start.clamp(elements.start, elements.end) - elements.start..row.end.clamp(elements.start, elements.end) - elements.start;
+            values[zeroed].fill(0.0);
         }
+        Ok(values)
     }
 }
 
@@ -106,7 +126,7 @@ mod tests {
     use super::*;
 
     fn weights(seed: u64) -> RandomWeights {
-        RandomWeights { seed, initializer_range: 0.02, n_layer: 8 }
+        RandomWeights { seed, initializer_range: 0.02, residual_range: 0.005, padding: None }
     }
 
     fn read(seed: u64, name: &str, elements: Range<usize>) -> Vec<f32> {
@@ -169,7 +189,7 @@ mod tests {
     fn unknown_parameters_are_refused() {
         assert_eq!(
             weights(1).read("transformer.h.0.rotary.weight", &[4], 0..4).unwrap_err().to_string(),
-            "GPT-2 has no parameter transformer.h.0.rotary.weight, so it is unknown how it starts"
+            "sweep's models have no parameter transformer.h.0.rotary.weight, so it is unknown how it starts"
         );
     }
 

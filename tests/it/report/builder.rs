@@ -326,17 +326,7 @@ fn evaluation(block_size: usize, perplexity: f64) -> Evaluation {
 }
 
 fn architecture() -> Architecture {
-    Architecture::Gpt2(Gpt2Config {
-        vocab_size: 1024,
-        n_positions: 1024,
-        n_embd: 128,
-        n_layer: 4,
-        n_head: 4,
-        n_inner: None,
-        layer_norm_epsilon: 1e-5,
-        initializer_range: 0.02,
-        dropout: 0.0,
-    })
+    Architecture::Gpt2(Gpt2Config { vocab_size: 1024, n_positions: 1024, n_embd: 128, n_layer: 4, n_head: 4, ..Gpt2Config::DEFAULT })
 }
 
 pub(crate) fn settings() -> Settings {

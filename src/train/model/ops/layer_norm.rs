@@ -51,7 +51,7 @@ fn forward<T: Number>(input: &Array, weight: &Parameter, bias: &Parameter, epsil
 
 /// The sum of `of` each number, in sixteen strands so that it can be vectorised.
 #[inline(always)]
-fn sum(values: &[f32], of: impl Fn(f32) -> f32) -> f32 {
+pub(super) fn sum(values: &[f32], of: impl Fn(f32) -> f32) -> f32 {
     let mut strands = [0.0f32; 16];
     let chunks = values.chunks_exact(16);
     let rest = chunks.remainder();

@@ -31,6 +31,16 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
+/// The probability that a normally distributed number is below `x`, to 1.5e-7: Abramowitz and Stegun 7.1.26.
+#[inline(always)]
+pub(crate) fn normal_cdf(x: f32) -> f32 {
+    let z = x.abs() * std::f32::consts::FRAC_1_SQRT_2;
+    let t = 1.0 / (1.0 + 0.327_591_1 * z);
+    let polynomial = t * (0.254_829_6 + t * (-0.284_496_74 + t * (1.421_413_7 + t * (-1.453_152 + t * 1.061_405_4))));
+    let tail = 0.5 * polynomial * exp(-z * z);
+    if x < 0.0 { tail } else { 1.0 - tail }
+}
+
 /// A well-mixed 64-bit hash of `seed` and `index`: the random numbers of dropout, which can be drawn again in backward instead of being kept.
 #[inline(always)]
 pub(crate) fn hash(seed: u64, index: u64) -> u64 {

@@ -13,6 +13,8 @@ mod linear;
 mod math;
 mod matmul;
 mod number;
+mod rms_norm;
+mod rotary;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,13 +27,15 @@ use burn::backend::{Autodiff, Flex};
 use burn::tensor::{Tensor, TensorData};
 use rayon::prelude::*;
 
-pub use activation::{add, dropout, gelu_tanh};
-pub use attention::{AttentionKind, causal_attention};
+pub use activation::{add, dropout};
+pub use attention::{AttentionKind, Heads, causal_attention, grouped_query_attention};
 pub use cross_entropy::{Loss, cross_entropy};
 pub use embedding::embedding;
 pub use layer_norm::layer_norm;
-pub use linear::{linear, linear_transposed};
+pub use linear::{LinearInput, WeightLayout, linear};
 pub use number::Number;
+pub use rms_norm::rms_norm;
+pub use rotary::{RotaryFrequencies, rotary};
 
 use crate::spec::settings::DType;
 

@@ -1,0 +1,231 @@
+//! Models against transformers: logits and gradients from `tests/gold`, published parameter counts.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use burn::tensor::Device;
+use safetensors::SafeTensors;
+
+use super::*;
+use crate::data::{self, Hub};
+use crate::protocol::{LlamaConfig, ResolvedModel};
+use crate::spec::presets::preset;
+use crate::spec::settings::{
+    AttnImplementation, AutoWrapPolicy, DType, FsdpSettings, Init, MixedPrecision, ModelConfigOverrides, ModelSettings, ShardingStrategy,
+};
+use crate::train::fsdp::{Batch, EngineOptions, FullyShardedDataParallel, RankContext, run_ranks};
+use crate::train::weights::{self, RandomWeights, SafetensorsWeights};
+
+fn gold(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gold").join(name)
+}
+
+/// A safetensors file of references.
+struct Reference(Vec<u8>);
+
+impl Reference {
+    fn open(path: &Path) -> Self {
+        Self(std::fs::read(path).unwrap())
+    }
+
+    fn words(&self, name: &str) -> Vec<[u8; 4]> {
+        let file = SafeTensors::deserialize(&self.0).unwrap();
+        file.tensor(name).unwrap().data().as_chunks().0.to_vec()
+    }
+
+    fn batch(&self) -> Batch {
+        let ids: Vec<u32> = self.words("input_ids").into_iter().map(u32::from_le_bytes).collect();
+        Batch { block_size: ids.len() / 2, ids, scored: None, rows: 2 }
+    }
+
+    /// The largest difference.
+    #[track_caller]
+    fn worst(&self, got: &[f32], name: &str) -> f32 {
+        let want: Vec<f32> = self.words(name).into_iter().map(f32::from_le_bytes).collect();
+        assert_eq!(got.len(), want.len(), "{name}");
+        got.iter().zip(&want).map(|(got, want)| (got - want).abs()).fold(0.0, f32::max)
+    }
+}
+
+fn fsdp() -> FsdpSettings {
+    let settings = crate::spec::load("t.toml", "[model]\nid = \"gpt2-tiny\"\n", &Default::default(), &Default::default());
+    let mut fsdp = settings.unwrap().rows.get(0).unwrap().settings.fsdp;
+    fsdp.auto_wrap_policy = AutoWrapPolicy::TransformerBasedWrap;
+    fsdp.use_orig_params = true;
+    fsdp
+}
+
+fn resolve(folder: &Path) -> ResolvedModel {
+    let settings = ModelSettings {
+        id: folder.display().to_string(),
+        init: Init::Pretrained,
+        revision: None,
+        trainable: None,
+        attn_implementation: AttnImplementation::Auto,
+        config: ModelConfigOverrides::default(),
+    };
+    data::model::resolve(&settings, 2, &Hub::new("/nowhere", "http://127.0.0.1:1", None, true)).unwrap()
+}
+
+fn ranks<T: Send>(world_size: usize, body: impl Fn(RankContext) -> Result<T, crate::train::error::TrainError> + Sync) -> Vec<T> {
+    run_ranks(world_size, 1, &Device::flex(), |_| {}, body).unwrap()
+}
+
+/// The furthest that logits and gradients of a model lie from their references.
+fn compare(model: &ResolvedModel, kind: AttentionKind, reference: &Reference, world_size: usize, settings: &FsdpSettings) -> (f32, f32) {
+    let batch = reference.batch();
+    let source = weights::open(model, 0).unwrap();
+    ranks(world_size, |context| {
+        let model = build(&model.architecture, kind);
+        let mut engine = FullyShardedDataParallel::new(context, model.clone(), settings, &EngineOptions::default(), &*source)?;
+        let logits = reference.worst(&engine.logits(&batch)?, "logits");
+        let evaluated = engine.evaluate(&batch)?;
+        assert_eq!(engine.forward_backward(&batch, 1.0, true)?, evaluated);
+        let mut gradients = 0.0f32;
+        for parameter in model.modules().parameters() {
+            gradients = gradients.max(reference.worst(&engine.full_gradient(&parameter.name)?, &format!("grad.{}", parameter.name)));
+        }
+        Ok((logits, gradients))
+    })[0]
+}
+
+fn tiny_llama() -> LlamaConfig {
+    LlamaConfig {
+        vocab_size: 1024,
+        max_position_embeddings: 128,
+        hidden_size: 64,
+        intermediate_size: 172,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: 2,
+        head_dim: 16,
+        rms_norm_eps: 1e-5,
+        ..LlamaConfig::DEFAULT
+    }
+}
+
+#[test]
+fn logits_and_gradients_of_a_llama_are_transformers() {
+    let reference = Reference::open(&gold("tiny-llama-perturbed.golden.safetensors"));
+    let model =
+        ResolvedModel { architecture: Architecture::Llama(tiny_llama()), weights: Some(gold("tiny-llama-perturbed.safetensors")), fingerprint: None };
+    let checkpointed = FsdpSettings { activation_checkpointing: true, ..fsdp() };
+    for (kind, world_size, settings) in [
+        (AttentionKind::Flash, 1, fsdp()),
+        (AttentionKind::Eager, 1, fsdp()),
+        (AttentionKind::Flash, 2, fsdp()),
+        (AttentionKind::Flash, 2, checkpointed),
+    ] {
+        let (logits, gradients) = compare(&model, kind, &reference, world_size, &settings);
+        assert!(logits < 1e-5 && gradients < 1e-6, "{kind:?}, world {world_size}: logits off by {logits:.2e}, gradients by {gradients:.2e}");
+    }
+    for (dtype, tolerance) in [(DType::Bf16, 0.15), (DType::Fp16, 0.02)] {
+        let settings = FsdpSettings { mixed_precision: MixedPrecision::uniform(dtype), ..fsdp() };
+        let (logits, _) = compare(&model, AttentionKind::Flash, &reference, 2, &settings);
+        assert!(logits < tolerance, "{dtype:?}: logits off by {logits:.2e}");
+    }
+}
+
+/// One key-value head, heads wider than the model, biases, tied and untied heads, scaled frequencies, a padding token, other activations, odd widths: read from
+/// the folders that transformers wrote.
+#[test]
+fn models_of_unusual_shapes_are_transformers() {
+    let mut folders: Vec<PathBuf> = std::fs::read_dir(gold("shapes")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    folders.sort();
+    assert!(folders.len() >= 5);
+    for folder in folders {
+        let reference = Reference::open(&folder.join("golden.safetensors"));
+        let model = resolve(&folder);
+        for (kind, world_size) in [(AttentionKind::Flash, 1), (AttentionKind::Eager, 3)] {
+            let (logits, gradients) = compare(&model, kind, &reference, world_size, &fsdp());
+            let name = folder.display();
+            assert!(logits < 1e-5 && gradients < 1e-6, "{name}, {kind:?}: logits off by {logits:.2e}, gradients by {gradients:.2e}");
+        }
+    }
+}
+
+/// Counts and shapes as transformers instantiates the published models, tied parameters once.
+#[test]
+fn presets_have_the_published_numbers_of_parameters() {
+    for (id, total, layer) in [
+        ("gpt2", 124_439_808, 7_087_872),
+        ("gpt2-medium", 354_823_168, 12_596_224),
+        ("gpt2-large", 774_030_080, 19_677_440),
+        ("gpt2-xl", 1_557_611_200, 30_740_800),
+        ("llama-2-7b", 6_738_415_616, 202_383_360),
+        ("llama-2-13b", 13_015_864_320, 317_204_480),
+        ("llama-2-70b", 68_976_648_192, 855_654_400),
+    ] {
+        let model = build(&preset(id).unwrap().architecture(0), AttentionKind::Flash);
+        let first: usize = model.modules().parameters().iter().filter(|parameter| parameter.name.contains(".0.")).map(ParameterInfo::numel).sum();
+        assert_eq!((model.modules().numel(), first), (total, layer), "{id}");
+    }
+}
+
+/// Three steps of plain gradient descent from random weights: every strategy and layout gives what one rank alone does.
+#[test]
+fn a_sharded_llama_learns_what_a_whole_one_does() {
+    let losses = |world_size: usize, settings: &FsdpSettings| {
+        let source = RandomWeights::new(&Architecture::Llama(tiny_llama()), 3);
+        ranks(world_size, |context| {
+            let rank = context.rank;
+            let model: Arc<dyn Model> = build(&Architecture::Llama(tiny_llama()), AttentionKind::Flash);
+            let mut engine = FullyShardedDataParallel::new(context, model, settings, &EngineOptions::default(), &source)?;
+            let rows = 6 / world_size;
+            let ids = (rank * rows * 16..(rank + 1) * rows * 16).map(|index| (index * index % 1021) as u32).collect();
+            let batch = Batch { ids, scored: None, rows, block_size: 16 };
+            let mut losses = Vec::new();
+            for _ in 0..3 {
+                let loss = engine.forward_backward(&batch, 1.0, true)?.mean();
+                losses.push(engine.group().all_reduce_numbers(&[loss])?[0] / world_size as f64);
+                for shard in engine.shards() {
+                    let Some(gradient) = &shard.gradient else { continue };
+                    shard.values.iter_mut().zip(gradient).for_each(|(value, gradient)| *value -= 0.5 * gradient);
+                }
+                engine.zero_grad();
+            }
+            Ok(losses)
+        })
+        .swap_remove(0)
+    };
+    let whole = losses(1, &fsdp());
+    assert!(whole[2] < whole[0] - 0.1, "{whole:?}");
+    let size = FsdpSettings { auto_wrap_policy: AutoWrapPolicy::SizeBasedWrap, min_num_params: 2000, ..fsdp() };
+    for (world_size, settings) in [
+        (2, fsdp()),
+        (3, FsdpSettings { use_orig_params: false, ..fsdp() }),
+        (2, FsdpSettings { sharding_strategy: ShardingStrategy::ShardGradOp, ..size.clone() }),
+        (2, FsdpSettings { activation_checkpointing: true, ..size }),
+        (2, FsdpSettings { sharding_strategy: ShardingStrategy::NoShard, ..fsdp() }),
+    ] {
+        let sharded = losses(world_size, &settings);
+        assert!(sharded.iter().zip(&whole).all(|(sharded, whole)| (sharded - whole).abs() < 2e-6), "{settings:?}: {sharded:?} against {whole:?}");
+    }
+}
+
+/// Layouts of files of the same model: an index over several files, half precision, keys as on the hub, a tied head that is stored again.
+#[test]
+fn every_layout_of_files_gives_the_same_weights() {
+    let gpt2 = std::fs::read(gold("tiny-gpt2-perturbed.safetensors")).unwrap();
+    let llama = std::fs::read(gold("tiny-llama-perturbed.safetensors")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    for (bytes, prefix) in [(&gpt2, "transformer."), (&llama, "model.")] {
+        let file = SafeTensors::deserialize(bytes).unwrap();
+        let path = folder.path().join("model.safetensors");
+        let whole = folder.path().join("whole.safetensors");
+        std::fs::write(&whole, bytes).unwrap();
+        let mask = safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![4], &[1, 0, 1, 1]).unwrap();
+        let renamed: Vec<_> = file
+            .iter()
+            .map(|(name, view)| (name.strip_prefix(prefix).unwrap_or(name).to_owned(), view))
+            .chain([("h.0.attn.bias".to_owned(), mask.clone()), ("h.1.attn.masked_bias".to_owned(), mask)])
+            .collect();
+        safetensors::serialize_to_file(renamed, None, &path).unwrap();
+        let [whole, bare] = [&whole, &path].map(|path| SafetensorsWeights::open(path).unwrap());
+        for (name, view) in file.iter() {
+            use crate::train::fsdp::WeightSource;
+            let read = |weights: &SafetensorsWeights| weights.read(name, view.shape(), 0..view.shape().iter().product()).unwrap();
+            assert_eq!(read(&whole), read(&bare), "{name}");
+        }
+    }
+}
