@@ -236,6 +236,10 @@ impl AttemptFolder {
     pub fn telemetry(&self) -> PathBuf {
         self.0.join("telemetry.csv")
     }
+    /// What its threads were doing when it was ended for doing nothing.
+    pub fn stacks(&self) -> PathBuf {
+        self.0.join("stacks.txt")
+    }
     /// What it measured, and how it says that it ended.
     pub fn result(&self) -> PathBuf {
         self.0.join("result.json")

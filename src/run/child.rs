@@ -135,6 +135,8 @@ struct Line {
     early: Option<Signal>,
     /// When it was killed.
     killed: Option<Instant>,
+    /// Its folder and its id, while it runs.
+    process: Option<(AttemptFolder, u32)>,
 }
 
 impl Line {
@@ -165,6 +167,11 @@ impl Handle {
         }
     }
 
+    /// The attempt's folder and its process, while it runs.
+    pub(super) fn examined(&self) -> Option<(AttemptFolder, u32)> {
+        self.line().process.clone()
+    }
+
     fn killed_for(&self) -> Option<Duration> {
         Some(self.line().killed?.elapsed())
     }
@@ -190,6 +197,8 @@ pub(super) enum Exit {
     Ended { code: Option<i32>, signal: Option<i32>, survivors: Vec<u32> },
     /// Its supervisor ended, and it with it.
     SupervisorLost,
+    /// It was killed and does not end, as where it hangs in a device driver.
+    Stuck,
 }
 
 /// Starts `<program> trial <attempt>/request.json` in a session and process group of its own, its output in the attempt's folder.
@@ -236,6 +245,7 @@ pub(super) fn spawn<'w>(
     };
     let mut line = handle.line();
     line.socket = Some(supervisor.socket.try_clone()?);
+    line.process = Some((attempt.clone(), id));
     if let Some(early) = line.early.take() {
         line.send(early);
     }
@@ -265,7 +275,8 @@ impl Process<'_> {
             match supervisor.next_report(Some(timeout)) {
                 Ok(None) if self.handle.killed_for().is_none_or(|killed| killed < PATIENCE) => {}
                 Ok(Some(Report::Ended { code, signal, survivors })) => self.exit = Some(Exit::Ended { code, signal, survivors }),
-                // It went away, says nothing any more, or what makes no sense.
+                Ok(None) => self.exit = Some(Exit::Stuck),
+                // It went away, or says what makes no sense.
                 _ => self.exit = Some(Exit::SupervisorLost),
             }
         }
@@ -281,14 +292,14 @@ impl Process<'_> {
     fn settle(&mut self) -> Exit {
         // From here on the supervisor may serve another attempt, which must not get this one's signals.
         let mut line = self.handle.line();
-        line.socket = None;
+        (line.socket, line.process) = (None, None);
         drop(line);
         let exit = self.exit.take().unwrap_or(Exit::SupervisorLost);
         let Some(mut supervisor) = self.supervisor.take() else { return exit };
         match &exit {
             Exit::Ended { survivors, .. } if survivors.is_empty() => self.supervisors.idle().push(supervisor),
             Exit::Ended { .. } => {}
-            Exit::SupervisorLost => {
+            Exit::SupervisorLost | Exit::Stuck => {
                 // The kernel ends the process with its supervisor; what it started is found by its session and its mark.
                 let _ = supervisor.process.kill();
                 processes::kill_marked(&self.mark, Some(self.id));

@@ -52,6 +52,13 @@ pub enum Input {
 pub enum Command {
     /// Start an attempt.
     Spawn(SpawnOrder),
+    /// Record what an attempt is doing, before it is ended for doing nothing.
+    Examine {
+        /// Which trial.
+        trial: TrialId,
+        /// What it last said, in sentences.
+        last_words: String,
+    },
     /// Ask an attempt to end.
     Terminate(TrialId),
     /// End an attempt at once.
@@ -117,6 +124,7 @@ pub struct Step {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Stop {
     FailFast,
+    TimeLimit,
     Breaker { reason: String },
     User,
     Store { reason: String },
@@ -131,6 +139,8 @@ struct TrialProgress {
     infrastructure_failures: u32,
     /// Its retries are used up; the next `sweep run` tries again.
     given_up: bool,
+    /// When it may be tried again.
+    not_before: Duration,
     /// Its next attempt starts afresh.
     afresh: bool,
 }
@@ -144,6 +154,9 @@ struct Running {
     started: Duration,
     stepped: bool,
     last_progress: Duration,
+    last_phase: Option<String>,
+    /// The last step it took, and how many there are.
+    last_step: Option<(u64, u64)>,
     ended_by: Option<EndedBy>,
     asked_at: Option<Duration>,
     killed: bool,
@@ -169,6 +182,8 @@ pub struct Dispatcher {
     running: BTreeMap<TrialId, Running>,
     leases: Leases,
     needs: Vec<Need>,
+    /// Places of the needs that have something ready: a run of ten thousand trials must not look at all of them for each message.
+    ready: BTreeSet<usize>,
     signals: u32,
     stop: Option<Stop>,
     consecutive_infrastructure_failures: u32,
@@ -193,6 +208,7 @@ impl Dispatcher {
             // A processor is one device: without a word from the user it is not shared.
             leases: Leases::new(&work.machine, work.limits.jobs.unwrap_or(1)),
             needs: Vec::new(),
+            ready: BTreeSet::new(),
             signals: 0,
             stop: None,
             consecutive_infrastructure_failures: 0,
@@ -200,7 +216,10 @@ impl Dispatcher {
             finished: false,
             work,
         };
-        dispatcher.needs = (0..dispatcher.work.configurations.len()).map(|index| dispatcher.need(index)).collect();
+        dispatcher.needs = vec![Need::default(); dispatcher.work.configurations.len()];
+        for index in 0..dispatcher.needs.len() {
+            dispatcher.look_again(index);
+        }
         dispatcher
     }
 
@@ -211,7 +230,7 @@ impl Dispatcher {
 
     /// Whether there is nothing that may run.
     pub fn is_idle(&self) -> bool {
-        self.running.is_empty() && self.needs.iter().all(|need| need.ready.is_empty())
+        self.running.is_empty() && self.ready.is_empty()
     }
 
     /// Takes an input at the time `now` since the run began.
@@ -261,7 +280,14 @@ impl Dispatcher {
         if matches!(message.kind, MessageKind::Step(_) | MessageKind::Eval { .. } | MessageKind::Checkpoint { .. } | MessageKind::Phase { .. }) {
             running.last_progress = now;
         }
-        running.stepped |= matches!(message.kind, MessageKind::Step(_));
+        match &message.kind {
+            MessageKind::Step(training) => {
+                running.stepped = true;
+                running.last_step = Some((training.step, training.steps));
+            }
+            MessageKind::Phase { phase } => running.last_phase = Some(phase.clone()),
+            _ => {}
+        }
         step.events.push(EventKind::TrialProgress { trial, message });
     }
 
@@ -285,6 +311,7 @@ impl Dispatcher {
         if infrastructure {
             progress.infrastructure_failures += 1;
             progress.given_up = progress.infrastructure_failures > self.work.limits.retries;
+            progress.not_before = now + pause_before_retry(progress.infrastructure_failures);
             self.consecutive_infrastructure_failures += 1;
         } else if outcome.settles_the_trial() || running.stepped {
             self.consecutive_infrastructure_failures = 0;
@@ -308,7 +335,7 @@ impl Dispatcher {
             );
             step.events.push(EventKind::Notice { text });
         }
-        self.needs[running.configuration] = self.need(running.configuration);
+        self.look_again(running.configuration);
         self.announce(running.configuration, step);
 
         if failed && self.work.fail_fast {
@@ -337,8 +364,8 @@ impl Dispatcher {
         }
     }
 
-    /// Starts no more trials. What the machine or a failed trial stops lets the running ones end by themselves; the user and a results folder that takes
-    /// nothing more do not.
+    /// Starts no more trials. What the machine, a failed trial or the sweep's time limit stops lets the running ones end by themselves; the user and a
+    /// results folder that takes nothing more do not.
     fn stop(&mut self, reason: Stop, now: Duration, step: &mut Step) {
         let ends_running = matches!(reason, Stop::User | Stop::Store { .. });
         if self.stop.as_ref().is_none_or(|earlier| *earlier < reason) {
@@ -366,13 +393,16 @@ impl Dispatcher {
                 let (quiet, limit) =
                     if running.stepped { (now.saturating_sub(running.last_progress), limits.stall_timeout) } else { (ran, limits.startup_timeout) };
                 if quiet >= limit {
+                    let trial = running.trial.id.clone();
+                    step.commands.push(Command::Examine { trial, last_words: running.last_words(quiet) });
                     running.end(EndedBy::Stall { seconds: quiet.as_secs_f64() }, now, step);
                 }
             }
         }
         if self.work.limits.sweep_timeout.is_some_and(|limit| now >= limit) && self.stop.is_none() {
-            step.events.push(EventKind::Notice { text: "The run stops: its sweep_timeout is over.".to_owned() });
-            self.stop(Stop::User, now, step);
+            let running = if self.running.is_empty() { "" } else { " What runs is finished first." };
+            step.events.push(EventKind::Notice { text: format!("The run stops: its sweep_timeout is over.{running}") });
+            self.stop(Stop::TimeLimit, now, step);
         }
     }
 
@@ -381,14 +411,14 @@ impl Dispatcher {
         if self.stop.is_some() {
             return;
         }
-        for index in 0..self.needs.len() {
-            if self.running.len() >= self.leases.jobs() {
-                return;
-            }
+        let mut from = 0;
+        while self.running.len() < self.leases.jobs() {
+            let Some(index) = self.ready.range(from..).next().copied() else { return };
+            from = index + 1;
             let memory_bytes = self.work.configurations[index].memory_bytes();
-            while let Some(trial) = self.needs[index].ready.first().cloned() {
-                let Some(cores) = self.leases.take(&trial.id, memory_bytes) else { break };
-                self.needs[index].ready.remove(0);
+            while let Some(place) = self.needs[index].ready.iter().position(|trial| self.may_start(&trial.id, now)) {
+                let Some(cores) = self.leases.take(&self.needs[index].ready[place].id, memory_bytes) else { break };
+                let trial = self.needs[index].ready.remove(place);
                 let progress = self.trials.entry(trial.id.clone()).or_default();
                 progress.attempts += 1;
                 let attempt = progress.attempts;
@@ -406,6 +436,8 @@ impl Dispatcher {
                 });
                 step.commands.push(Command::Spawn(SpawnOrder { configuration: index, trial: trial.clone(), attempt, cores, afresh }));
                 let running = Running {
+                    last_phase: None,
+                    last_step: None,
                     configuration: index,
                     attempt,
                     started: now,
@@ -418,6 +450,24 @@ impl Dispatcher {
                 };
                 self.running.insert(trial.id, running);
             }
+            if self.needs[index].ready.is_empty() {
+                self.ready.remove(&index);
+            }
+        }
+    }
+
+    /// Whether a trial's pause after an infrastructure failure, if any, is over.
+    fn may_start(&self, id: &TrialId, now: Duration) -> bool {
+        self.trials.get(id).is_none_or(|progress| progress.not_before <= now)
+    }
+
+    /// Finds out again what a configuration needs.
+    fn look_again(&mut self, index: usize) {
+        self.needs[index] = self.need(index);
+        if self.needs[index].ready.is_empty() {
+            self.ready.remove(&index);
+        } else {
+            self.ready.insert(index);
         }
     }
 
@@ -527,8 +577,7 @@ impl Dispatcher {
     }
 
     fn finish_if_over(&mut self, step: &mut Step) {
-        let nothing_ready = self.needs.iter().all(|need| need.ready.is_empty());
-        if !self.running.is_empty() || !(self.stop.is_some() || nothing_ready) {
+        if !self.running.is_empty() || !(self.stop.is_some() || self.ready.is_empty()) {
             return;
         }
         let (done, failed) = self.counts();
@@ -536,7 +585,7 @@ impl Dispatcher {
         let given_up = self.trials.values().filter(|progress| progress.given_up).count();
         let finish = match &self.stop {
             Some(Stop::Store { reason } | Stop::Breaker { reason }) => Finish::Infrastructure { reason: reason.clone() },
-            Some(Stop::User) if outstanding > 0 => Finish::Interrupted,
+            Some(Stop::User | Stop::TimeLimit) if outstanding > 0 => Finish::Interrupted,
             _ if failed > 0 => Finish::TrialsFailed,
             _ if given_up > 0 => {
                 Finish::Infrastructure { reason: format!("{given_up} trials could not be run because of the machine, retries included") }
@@ -549,7 +598,21 @@ impl Dispatcher {
     }
 }
 
+/// How long a trial waits before it is tried again after its `failures`-th infrastructure failure: what ails a machine often passes, seldom at once.
+fn pause_before_retry(failures: u32) -> Duration {
+    const FIRST: Duration = Duration::from_secs(1);
+    const LONGEST: Duration = Duration::from_secs(300);
+    FIRST.saturating_mul(4_u32.saturating_pow(failures.saturating_sub(1))).min(LONGEST)
+}
+
 impl Running {
+    /// What is known about it when it has made no progress for `quiet`.
+    fn last_words(&self, quiet: Duration) -> String {
+        let phase = self.last_phase.as_deref().unwrap_or("none");
+        let step = self.last_step.map_or_else(|| "none".to_owned(), |(step, steps)| format!("{step} of {steps}"));
+        format!("No progress for {:.1} s. Last phase: {phase}. Last step: {step}.", quiet.as_secs_f64())
+    }
+
     /// Asks the attempt to end, unless it was asked before: the first reason stands.
     fn end(&mut self, reason: EndedBy, now: Duration, step: &mut Step) {
         if self.asked_at.is_none() {

@@ -135,6 +135,7 @@ impl World {
     fn did(&mut self) -> Vec<String> {
         let short = |command| match command {
             Command::Spawn(order) => format!("spawn {} #{}", order.trial.id, order.attempt),
+            Command::Examine { trial, last_words } => format!("examine {trial}: {last_words}"),
             Command::Terminate(trial) => format!("terminate {trial}"),
             Command::Kill(trial) => format!("kill {trial}"),
             Command::Finish(finish) => format!("finish {}", finish.exit_code()),
@@ -367,10 +368,13 @@ fn what_makes_no_progress_is_stalled() {
     world.tick(148);
     assert_eq!(world.did(), ["spawn a-train #1"]);
     world.tick(149);
-    assert_eq!(world.did(), ["terminate a-train"]);
+    assert_eq!(world.did(), ["examine a-train: No progress for 50.0 s. Last phase: none. Last step: 1 of 4.", "terminate a-train"]);
     world.end("a-train", 1, AttemptEnding { last_phase: Some("train".into()), ..signalled(15) });
+    world.tick(200);
+    world.say("b-train", MessageKind::Phase { phase: "load".into() });
     world.tick(249);
-    assert_eq!(world.did(), ["spawn b-train #1", "terminate b-train"]);
+    let examined = "examine b-train: No progress for 100.0 s. Last phase: load. Last step: none.";
+    assert_eq!(world.did(), ["spawn b-train #1", examined, "terminate b-train"]);
     world.end("b-train", 1, signalled(15));
     assert_eq!(world.outcomes(), ["a-train: stalled: no progress for 50 s in phase train", "b-train: stalled: no progress for 100 s"]);
     assert_eq!(world.did(), ["finish 100"]);
@@ -392,10 +396,13 @@ fn what_takes_too_long_is_timed_out() {
 fn infrastructure_failures_are_tried_again_and_no_other() {
     let mut world = World::begin(work(vec![fixed("a"), fixed("b")]));
     world.end("a-train", 1, cannot_start());
-    assert_eq!(world.did(), ["spawn a-train #1", "spawn a-train #2"]);
-    world.end("a-train", 2, done());
+    assert_eq!(world.did(), ["spawn a-train #1", "spawn b-train #1"], "others go on while it waits");
     world.end("b-train", 1, exited(1));
-    assert_eq!(world.did(), ["spawn b-train #1", "finish 100"]);
+    assert_eq!(world.did(), [""; 0], "the run waits for the retry");
+    world.tick(1);
+    assert_eq!(world.did(), ["spawn a-train #2"]);
+    world.end("a-train", 2, done());
+    assert_eq!(world.did(), ["finish 100"]);
 }
 
 /// Case 19: a trial that cannot be started is given up after its retries and the sweep goes on.
@@ -403,9 +410,10 @@ fn infrastructure_failures_are_tried_again_and_no_other() {
 fn retries_end_and_the_run_says_try_again() {
     let mut world = World::begin(work(vec![fixed("a"), fixed("b")]));
     world.end("a-train", 1, cannot_start());
-    world.end("a-train", 2, cannot_start());
     world.end("b-train", 1, done());
-    assert_eq!(world.did(), ["spawn a-train #1", "spawn a-train #2", "spawn b-train #1", "finish 75"]);
+    world.tick(1);
+    world.end("a-train", 2, cannot_start());
+    assert_eq!(world.did(), ["spawn a-train #1", "spawn b-train #1", "spawn a-train #2", "finish 75"]);
 }
 
 /// Case 6: failures in a row that are infrastructure stop the run.
@@ -414,9 +422,9 @@ fn the_breaker_stops_a_run_on_a_broken_machine() {
     let mut world = World::begin(work(vec![fixed("a"), fixed("b"), fixed("c")]));
     let dies = || AttemptEnding { started: false, ..exited(127) };
     world.end("a-train", 1, dies());
-    world.end("a-train", 2, dies());
     world.end("b-train", 1, dies());
-    assert_eq!(world.did(), ["spawn a-train #1", "spawn a-train #2", "spawn b-train #1", "finish 75"]);
+    world.end("c-train", 1, dies());
+    assert_eq!(world.did(), ["spawn a-train #1", "spawn b-train #1", "spawn c-train #1", "finish 75"], "it waits for no retry");
     assert!(world.events.iter().any(|event| matches!(event, EventKind::Notice { text } if text.starts_with("The run stops: 3 attempts in a row"))));
 }
 
@@ -424,9 +432,10 @@ fn the_breaker_stops_a_run_on_a_broken_machine() {
 fn a_child_that_only_asks_to_be_run_again_trips_the_breaker() {
     let mut world = World::begin(work(vec![fixed("a"), fixed("b")]));
     world.end("a-train", 1, exited(75));
-    world.end("a-train", 2, exited(75));
     world.end("b-train", 1, exited(75));
-    assert_eq!(world.did(), ["spawn a-train #1", "spawn a-train #2", "spawn b-train #1", "finish 75"]);
+    world.tick(1);
+    world.end("a-train", 2, exited(75));
+    assert_eq!(world.did(), ["spawn a-train #1", "spawn b-train #1", "spawn a-train #2", "finish 75"]);
 }
 
 #[test]
@@ -464,12 +473,51 @@ fn a_full_disk_ends_the_run_as_infrastructure() {
 
 #[test]
 fn the_sweeps_own_time_limit_interrupts_it() {
+    let mut short = work(vec![fixed("a"), fixed("b")]);
+    short.limits.sweep_timeout = Some(seconds(30));
+    let mut world = World::begin(short.clone());
+    world.tick(30);
+    assert_eq!(world.did(), ["spawn a-train #1"], "what runs is finished");
+    world.tick(31);
+    world.end("a-train", 1, done());
+    assert_eq!(world.did(), ["finish 5"]);
+    assert_eq!(world.events.last(), Some(&EventKind::RunEnded { exit_code: 5, done: 1, failed: 0, outstanding: 1 }));
+    let notices = world.events.iter().filter(|event| matches!(event, EventKind::Notice { text } if text.contains("sweep_timeout"))).count();
+    assert_eq!(notices, 1);
+
+    // Nothing is missing once the last trial has ended, and what still waits to be tried again is.
+    short.configurations.truncate(1);
+    let mut world = World::begin(short.clone());
+    world.tick(30);
+    world.end("a-train", 1, done());
+    assert_eq!(world.did(), ["spawn a-train #1", "finish 0"]);
+    let mut world = World::begin(short);
+    world.tick(29);
+    world.end("a-train", 1, cannot_start());
+    world.tick(30);
+    assert_eq!(world.did(), ["spawn a-train #1", "finish 5"]);
+}
+
+/// The user may end what a time limit lets run on, and a stall is a stall.
+#[test]
+fn a_stopping_run_still_looks_after_what_runs() {
     let mut short = work(vec![fixed("a")]);
     short.limits.sweep_timeout = Some(seconds(30));
+    let mut world = World::begin(short.clone());
+    world.tick(30);
+    world.give(Input::Signal);
+    assert_eq!(world.did(), ["spawn a-train #1", "terminate a-train"]);
     let mut world = World::begin(short);
     world.tick(30);
-    world.end("a-train", 1, signalled(15));
-    assert_eq!(world.did(), ["spawn a-train #1", "terminate a-train", "finish 5"]);
+    world.tick(100);
+    assert_eq!(world.did().last().map(String::as_str), Some("terminate a-train"));
+}
+
+#[test]
+fn pauses_before_retries_grow_and_end_somewhere() {
+    let pauses: Vec<u64> = (1..=7).map(|failures| pause_before_retry(failures).as_secs()).collect();
+    assert_eq!(pauses, [1, 4, 16, 64, 256, 300, 300]);
+    assert_eq!(pause_before_retry(u32::MAX).as_secs(), 300);
 }
 
 /// Cases 1 to 4: what is known is not run again, attempts go on counting.
@@ -570,7 +618,7 @@ proptest! {
                         prop_assert!(running.insert(order.trial.id, (order.attempt, order.cores)).is_none(), "ran twice at once");
                         prop_assert!(running.len() <= jobs);
                     }
-                    Command::Terminate(trial) | Command::Kill(trial) => prop_assert!(running.contains_key(&trial)),
+                    Command::Examine { trial, .. } | Command::Terminate(trial) | Command::Kill(trial) => prop_assert!(running.contains_key(&trial)),
                     Command::Finish(_) => {
                         prop_assert!(running.is_empty(), "left something running");
                         finished += 1;
@@ -582,6 +630,10 @@ proptest! {
                 Move::End(which, how) => if let Some(trial) = nth(which) {
                     let (attempt, _) = running.remove(&trial).unwrap();
                     world.give(Input::Ended { trial, attempt, ending: Box::new(endings[how as usize].clone()) });
+                } else {
+                    // What waits for its next try gets it.
+                    let now = world.now.as_secs() + 1;
+                    world.tick(now);
                 },
                 Move::Signal => {
                     stopped |= finished == 0;

@@ -16,6 +16,7 @@ use super::child::{self, Exit, Handle, Place, Process, Supervisors, TrialProgram
 use super::dispatcher::Input;
 use super::launcher::{Launch, Launcher};
 use super::messages::MessageTail;
+use super::stacks;
 use crate::protocol::MessageKind;
 use crate::store::read_json;
 use crate::telemetry::{Recorder, Sampler};
@@ -92,6 +93,15 @@ impl Launcher for Executor {
         self.attempts.insert(trial, (handle, thread::spawn(watcher)));
     }
 
+    fn examine(&mut self, trial: &TrialId, last_words: &str) {
+        let Some((folder, process)) = self.attempts.get(trial).and_then(|(handle, _)| handle.examined()) else { return };
+        let text = format!("{last_words}\n{}", stacks::of_family(process));
+        // Evidence that cannot be kept stands in nobody's way.
+        if let Err(error) = fs::write(folder.stacks(), text) {
+            drop(self.inbox.send(Input::Notice(format!("What stalled trials were doing is not recorded: {}: {error}", folder.stacks().display()))));
+        }
+    }
+
     fn terminate(&mut self, trial: &TrialId) {
         self.signal(trial, Signal::TERM);
     }
@@ -160,6 +170,7 @@ fn watch(options: &ExecutorOptions, launch: &Launch, mut process: Process<'_>, s
             next_sample = started.elapsed() + options.telemetry_interval;
         }
     }
+    let process_id = process.id();
     match process.reap() {
         Exit::Ended { code, signal, survivors } => {
             (ending.exit_code, ending.signal) = (code, signal);
@@ -168,6 +179,12 @@ fn watch(options: &ExecutorOptions, launch: &Launch, mut process: Process<'_>, s
                 let what = format!("Of trial {} processes are left that do not end although they were killed: {}.", launch.trial, ids.join(", "));
                 say(Input::Notice(what));
             }
+        }
+        Exit::Stuck => {
+            let text = format!(
+                "process {process_id} of the trial does not end although it was killed; it may hold its devices until the machine is restarted"
+            );
+            ending.spawn_error = Some(text);
         }
         Exit::SupervisorLost => ending.spawn_error = Some("the supervisor of the trial's process ended, and the trial with it".to_owned()),
     }

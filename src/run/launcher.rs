@@ -19,6 +19,10 @@ pub(super) trait Launcher {
     fn spawn(&mut self, launch: Launch);
     /// Every attempt that could be started for now has been given to [`Launcher::spawn`].
     fn flush(&mut self) {}
+    /// Records what an attempt is doing beside its logs, under `last_words`, as far as that can be seen from here.
+    fn examine(&mut self, trial: &TrialId, last_words: &str) {
+        let _ = (trial, last_words);
+    }
     /// Asks an attempt to end, if it still runs.
     fn terminate(&mut self, trial: &TrialId);
     /// Ends an attempt at once, if it still runs.

@@ -13,6 +13,7 @@ mod processes;
 pub mod resume;
 mod run_loop;
 pub mod search;
+mod stacks;
 mod supervisor;
 mod work;
 

@@ -192,6 +192,7 @@ impl RunLoop<'_> {
         for command in step.commands {
             match command {
                 Command::Spawn(order) => self.spawn(order),
+                Command::Examine { trial, last_words } => self.launcher.examine(&trial, &last_words),
                 Command::Terminate(trial) => self.launcher.terminate(&trial),
                 Command::Kill(trial) => self.launcher.kill(&trial),
                 Command::Finish(finish) => return Some(RunSummary { finish, failed: Vec::new(), done, outstanding }),

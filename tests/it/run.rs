@@ -9,7 +9,7 @@ use serde_json::json;
 use sweep::event::{Event, EventKind, LimitedBy};
 use sweep::protocol::Timestamp;
 use sweep::store::{JsonLines, RunState, read_json_lines};
-use sweep::trial::{Purpose, TrialOutcome};
+use sweep::trial::{Purpose, TrialId, TrialOutcome};
 
 use crate::world::{Ended, TWO_CASES, World, lives, signal, trainings, wait_until};
 
@@ -355,6 +355,10 @@ fn stuck_and_killed_children_are_told_apart() {
     let ended = world.run(&[]).with_code(100);
     let outcomes = world.outcomes();
     assert!(matches!(&outcomes[0].3, TrialOutcome::Stalled { phase: Some(phase), .. } if phase == "train"), "{outcomes:?}\n{}", ended.stderr);
+    let stalled = world.log().iter().find(|line| line[0] == "begin").map(|line| (line[1].clone(), line[5].clone())).unwrap();
+    let stacks = fs::read_to_string(world.newest().attempt(&TrialId(stalled.0), 1).stacks()).unwrap();
+    assert!(stacks.starts_with("No progress for ") && stacks.contains("Last phase: train. Last step: 4 of 4."), "{stacks}");
+    assert!(stacks.contains(&format!("\nprocess {}: sweep trial ", stalled.1)) && stacks.contains(&format!("  thread {}", stalled.1)), "{stacks}");
     assert_eq!(outcomes[1].3, TrialOutcome::Crashed { code: None, signal: Some(9) });
     assert_eq!(outcomes[2].3, TrialOutcome::Diverged { reason: "the loss is NaN at step 2".to_owned() });
     assert!(matches!(&outcomes[3].3, TrialOutcome::ProtocolBroken { reason } if reason.contains("cannot be read")), "{outcomes:?}");
@@ -488,6 +492,27 @@ fn the_first_failure_ends_an_eager_run() {
     world.behave(&json!([{"do": {"exit": 3}}]));
     world.run(&["--fail-fast"]).with_code(100);
     assert_eq!(world.begun().len(), 1);
+}
+
+/// The sweep's time limit lets what runs end well, and the run goes on later.
+#[test]
+fn a_time_limit_finishes_what_runs_and_the_rest_runs_later() {
+    let mut world = World::new(&trainings(2).replace("[limits]", "[limits]\nsweep_timeout = \"1ms\""));
+    let go = world.path("go");
+    world.behave(&json!([{"do": {"wait_for": go}}]));
+    let run = world.start(&[]);
+    let announced = || {
+        let events = read_json_lines::<Event>(&world.newest().events()).unwrap().records;
+        events.iter().any(|event| matches!(&event.kind, EventKind::Notice { text } if text.contains("its sweep_timeout is over")))
+    };
+    wait_until("the first trial runs and the time is over", || world.log().len() == 1 && announced());
+    fs::write(&go, "").unwrap();
+    let ended = Ended::of(run.wait_with_output().unwrap()).with_code(5);
+    assert!(ended.stderr.contains("outstanding"), "{}", ended.stderr);
+    assert_eq!(world.outcomes().into_iter().map(|trial| trial.3).collect::<Vec<_>>(), [TrialOutcome::Done]);
+    // Each run lasts for one trial at least, so that it gets somewhere.
+    world.run(&[]).with_code(0);
+    assert_eq!(world.begun(), ["train 64 #1", "train 64 #1"]);
 }
 
 #[test]
