@@ -141,7 +141,7 @@ mod tests {
         let outcomes = [
             TrialOutcome::Done,
             TrialOutcome::OutOfDeviceMemory { details: None },
-            TrialOutcome::OutOfHostMemory,
+            TrialOutcome::OutOfHostMemory { reason: reason() },
             TrialOutcome::Stalled { seconds: 61.0, phase: Some("train".into()) },
             TrialOutcome::TimedOut { seconds: 3600.0 },
             TrialOutcome::Diverged { reason: reason() },

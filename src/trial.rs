@@ -52,8 +52,12 @@ pub enum TrialOutcome {
         /// What the child said, where it could.
         details: Option<OutOfMemory>,
     },
-    /// The kernel's out-of-memory killer ended it.
-    OutOfHostMemory,
+    /// The host had no more memory.
+    OutOfHostMemory {
+        /// Who said so: the kernel's out-of-memory killer, or the child.
+        #[serde(default)]
+        reason: String,
+    },
     /// No progress for `stall_timeout` (or `startup_timeout` before the first step).
     Stalled {
         /// Seconds without progress. Records that an outcome is part of have `seconds` of their own.
@@ -129,7 +133,7 @@ impl TrialOutcome {
             Self::KilledByUser
             | Self::Preempted
             | Self::Infrastructure { .. }
-            | Self::OutOfHostMemory
+            | Self::OutOfHostMemory { .. }
             | Self::Stalled { .. }
             | Self::TimedOut { .. }
             | Self::Crashed { .. } => true,
@@ -163,7 +167,7 @@ impl fmt::Display for TrialOutcome {
                 format::bytes(details.budget_bytes),
                 details.phase
             ),
-            Self::OutOfHostMemory => formatter.write_str("ended by the kernel's out-of-memory killer: the host ran out of memory"),
+            Self::OutOfHostMemory { reason } => write!(formatter, "out of host memory: {reason}"),
             Self::Stalled { seconds, phase: None } => write!(formatter, "stalled: no progress for {seconds:.0} s"),
             Self::Stalled { seconds, phase: Some(phase) } => write!(formatter, "stalled: no progress for {seconds:.0} s in phase {phase}"),
             Self::TimedOut { seconds } => write!(formatter, "timed out after {seconds:.0} s"),
@@ -217,10 +221,14 @@ pub struct AttemptEnding {
     pub out_of_memory: Option<OutOfMemory>,
     /// Last phase the child named.
     pub last_phase: Option<String>,
-    /// Last lines of stderr, decoded lossily.
+    /// Last lines of stderr, decoded lossily; what the user is shown.
     pub stderr_tail: String,
-    /// Whether the kernel's out-of-memory killer struck while it ran.
+    /// The end of both logs, decoded lossily: other runners say there that memory ran out, often long before the last line.
+    pub log_end: String,
+    /// Whether the kernel's out-of-memory killer ended it.
     pub kernel_oom_kill: bool,
+    /// Why the results folder takes nothing more, where it does not.
+    pub disk_error: Option<String>,
     /// Why we ended it, if we did.
     pub ended_by: Option<EndedBy>,
     /// Seconds the attempt ran.
@@ -255,14 +263,49 @@ pub mod child_exit {
     pub const CHECKPOINTED: i32 = 75;
 }
 
-/// Texts by which runners other than ours say that device memory ran out.
-const FOREIGN_OUT_OF_MEMORY: [&str; 5] = [
+/// Texts by which runners other than ours, and their libraries, say that device memory ran out.
+const OUT_OF_DEVICE_MEMORY: [&str; 14] = [
     "CUDA out of memory",
+    "HIP out of memory",
+    "XPU out of memory",
+    "MPS backend out of memory",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "HIP error: out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "cudaErrorMemoryAllocation",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "RESOURCE_EXHAUSTED: Out of memory",
     "NCCL error: out of memory",
-    "DefaultCPUAllocator: can't allocate memory",
 ];
+
+/// The same where two words must stand on one line, for what is between them differs: NCCL's `Cuda failure 2 'out of memory'`.
+const OUT_OF_DEVICE_MEMORY_PAIRS: [(&str, &str); 3] = [("Cuda failure", "out of memory"), ("NCCL", "out of memory"), ("cuMemAlloc", "out of memory")];
+
+/// Texts by which allocators of host memory say that there is none.
+const OUT_OF_HOST_MEMORY: [&str; 6] = [
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "std::bad_alloc",
+    "ArrayMemoryError",
+    "Cannot allocate memory",
+    "OutOfMemoryError: Java heap space",
+];
+
+/// The same where two words must stand on one line: Rust's `memory allocation of 16 bytes failed`.
+const OUT_OF_HOST_MEMORY_PAIRS: [(&str, &str); 1] = [("memory allocation of", "bytes failed")];
+
+/// Texts of the system for a disk that takes nothing more. They are the machine's fault, whoever stumbles over them.
+const DISK_FAILED: [&str; 4] = ["No space left on device", "Disk quota exceeded", "Read-only file system", "Input/output error"];
+
+/// The first line of `log` that holds one of `texts` or both of one of `pairs`.
+fn line_with<'l>(log: &'l str, texts: &[&str], pairs: &[(&str, &str)]) -> Option<&'l str> {
+    let says =
+        |line: &&str| texts.iter().any(|text| line.contains(text)) || pairs.iter().any(|(one, other)| line.contains(one) && line.contains(other));
+    log.lines().find(says).map(str::trim)
+}
 
 /// Decides how an attempt ended. Pure: everything it may look at is in `ending`.
 pub fn classify(ending: &AttemptEnding) -> TrialOutcome {
@@ -285,6 +328,9 @@ pub fn classify(ending: &AttemptEnding) -> TrialOutcome {
         Some(EndedBy::Stall { seconds }) => return TrialOutcome::Stalled { seconds, phase: ending.last_phase.clone() },
         None => {}
     }
+    if let Some(reason) = &ending.disk_error {
+        return TrialOutcome::Infrastructure { reason: reason.clone() };
+    }
     let said = || match &ending.result {
         Some(Ok(TrialResult { ending: TrialEnding::Failed { reason } | TrialEnding::Diverged { reason }, .. })) => reason.clone(),
         _ => last_line(&ending.stderr_tail),
@@ -298,15 +344,22 @@ pub fn classify(ending: &AttemptEnding) -> TrialOutcome {
             },
         },
         (Some(child_exit::OUT_OF_DEVICE_MEMORY), _) => TrialOutcome::OutOfDeviceMemory { details: ending.out_of_memory.clone() },
+        (Some(child_exit::BAD_REQUEST | child_exit::FAILED), _) if line_with(&said(), &DISK_FAILED, &[]).is_some() => {
+            TrialOutcome::Infrastructure { reason: said() }
+        }
         (Some(child_exit::BAD_REQUEST), _) => TrialOutcome::BadConfiguration { reason: said() },
         (Some(child_exit::FAILED), _) => match &ending.result {
             Some(Ok(TrialResult { ending: TrialEnding::Diverged { reason }, .. })) => TrialOutcome::Diverged { reason: reason.clone() },
             _ => TrialOutcome::Failed { reason: said() },
         },
-        (_, Some(9)) if ending.kernel_oom_kill => TrialOutcome::OutOfHostMemory,
+        (_, Some(9)) if ending.kernel_oom_kill => TrialOutcome::OutOfHostMemory { reason: "ended by the kernel's out-of-memory killer".to_owned() },
         // The `oom` message is the last a child writes: however it went down afterwards, that is why.
         _ if ending.out_of_memory.is_some() => TrialOutcome::OutOfDeviceMemory { details: ending.out_of_memory.clone() },
-        _ if FOREIGN_OUT_OF_MEMORY.iter().any(|text| ending.stderr_tail.contains(text)) => TrialOutcome::OutOfDeviceMemory { details: None },
+        _ if line_with(&ending.log_end, &OUT_OF_DEVICE_MEMORY, &OUT_OF_DEVICE_MEMORY_PAIRS).is_some() => {
+            TrialOutcome::OutOfDeviceMemory { details: None }
+        }
+        _ if let Some(line) = out_of_host_memory(&ending.log_end) => TrialOutcome::OutOfHostMemory { reason: line.to_owned() },
+        (Some(_), _) if line_with(&last_line(&ending.stderr_tail), &DISK_FAILED, &[]).is_some() => TrialOutcome::Infrastructure { reason: said() },
         // Whatever ends a child before its first word has nothing to do with what it was asked: a library that is missing, a binary for another
         // processor.
         (code, signal) if !ending.started => {
@@ -314,6 +367,12 @@ pub fn classify(ending: &AttemptEnding) -> TrialOutcome {
         }
         (code, signal) => TrialOutcome::Crashed { code, signal },
     }
+}
+
+/// The line of `log` that says that host memory ran out. Python's `MemoryError` is a whole line, or begins one.
+fn out_of_host_memory(log: &str) -> Option<&str> {
+    let python = || log.lines().map(str::trim).find(|line| *line == "MemoryError" || line.starts_with("MemoryError:"));
+    line_with(log, &OUT_OF_HOST_MEMORY, &OUT_OF_HOST_MEMORY_PAIRS).or_else(python)
 }
 
 fn last_line(text: &str) -> String {
@@ -370,7 +429,7 @@ mod tests {
             ),
             (
                 "exit 0, \"out of memory\" in its log",
-                AttemptEnding { result: result(TrialEnding::Done), stderr_tail: text("CUDA out of memory, retrying"), ..ended(Some(0), None) },
+                AttemptEnding { result: result(TrialEnding::Done), log_end: text("CUDA out of memory, retrying"), ..ended(Some(0), None) },
                 TrialOutcome::Done,
             ),
             ("exit 0 without a result", ended(Some(0), None), TrialOutcome::ProtocolBroken { reason: text("exit code 0 without a result.json") }),
@@ -411,8 +470,36 @@ mod tests {
             ),
             (
                 "out of memory in another runner's words",
-                AttemptEnding { stderr_tail: text("RuntimeError: CUDA error: out of memory"), ..ended(Some(1), None) },
+                AttemptEnding { log_end: text("RuntimeError: CUDA error: out of memory\n\nTraceback ..."), ..ended(Some(1), None) },
                 TrialOutcome::OutOfDeviceMemory { details: None },
+            ),
+            (
+                "out of memory in another runner's words, and no result",
+                AttemptEnding { log_end: text("CUDA out of memory"), ..ended(Some(0), None) },
+                TrialOutcome::ProtocolBroken { reason: text("exit code 0 without a result.json") },
+            ),
+            (
+                "the disk is full, and says so",
+                AttemptEnding {
+                    result: result(TrialEnding::Failed { reason: text("cannot write step-8: No space left on device") }),
+                    ..ended(Some(3), None)
+                },
+                TrialOutcome::Infrastructure { reason: text("cannot write step-8: No space left on device") },
+            ),
+            (
+                "the disk is full, and nothing can be said",
+                AttemptEnding { disk_error: Some(text("cannot write attempt-1: No space left on device")), ..ended(Some(3), None) },
+                TrialOutcome::Infrastructure { reason: text("cannot write attempt-1: No space left on device") },
+            ),
+            (
+                "the disk is full in another runner's words",
+                AttemptEnding { stderr_tail: text("OSError: [Errno 28] No space left on device: 'x.pt'\n"), ..ended(Some(1), None) },
+                TrialOutcome::Infrastructure { reason: text("OSError: [Errno 28] No space left on device: 'x.pt'") },
+            ),
+            (
+                "a full disk is mentioned on the way to something else",
+                AttemptEnding { stderr_tail: text("No space left on device, writing elsewhere\nKeyError: 'x'"), ..ended(Some(1), None) },
+                TrialOutcome::Crashed { code: Some(1), signal: None },
             ),
             (
                 "request refused",
@@ -430,7 +517,11 @@ mod tests {
                 TrialOutcome::Failed { reason: text("rank 1 panicked") },
             ),
             ("failed without a word", ended(Some(3), None), TrialOutcome::Failed { reason: text("it gave no reason") }),
-            ("kernel's killer", AttemptEnding { kernel_oom_kill: true, ..ended(None, Some(9)) }, TrialOutcome::OutOfHostMemory),
+            (
+                "kernel's killer",
+                AttemptEnding { kernel_oom_kill: true, ..ended(None, Some(9)) },
+                TrialOutcome::OutOfHostMemory { reason: text("ended by the kernel's out-of-memory killer") },
+            ),
             ("killed by another", ended(None, Some(9)), TrialOutcome::Crashed { code: None, signal: Some(9) }),
             (
                 "the kernel's killer struck elsewhere",
@@ -448,6 +539,48 @@ mod tests {
         }
     }
 
+    /// Case 17: the words of runners and libraries that are not ours.
+    #[test]
+    fn other_runners_words_for_out_of_memory_are_known() {
+        for line in [
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.77 GiB of which 1.2 GiB is free.",
+            "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 14.76 GiB total capacity)",
+            "RuntimeError: CUDA error: out of memory",
+            "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+            "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/ProcessGroupNCCL.cpp:1331, unhandled cuda error, out of memory",
+            "ncclUnhandledCudaError: Call to CUDA function failed. Last error: Cuda failure 2 'out of memory'",
+            "node7:301:377 [0] include/alloc.h:48 NCCL WARN Cuda failure 'out of memory'",
+            "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 256.00 MiB",
+            "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1073741824 bytes.",
+            "pycuda._driver.MemoryError: cuMemAlloc failed: out of memory",
+        ] {
+            // A launcher's own table follows the line that says it.
+            let log_end = format!("step 3\n  {line}\n{}", "  File \"train.py\", line 7\n".repeat(50));
+            for (code, signal) in [(Some(1), None), (None, Some(6))] {
+                let ending = AttemptEnding { log_end: log_end.clone(), ..ended(code, signal) };
+                assert_eq!(classify(&ending), TrialOutcome::OutOfDeviceMemory { details: None }, "{line}");
+            }
+            let well = AttemptEnding { result: result(TrialEnding::Done), log_end, ..ended(Some(0), None) };
+            assert_eq!(classify(&well), TrialOutcome::Done, "{line}");
+        }
+        for line in [
+            "RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes.",
+            "terminate called after throwing an instance of 'std::bad_alloc'",
+            "memory allocation of 68719476736 bytes failed",
+            "OSError: [Errno 12] Cannot allocate memory",
+            "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array",
+            "MemoryError",
+        ] {
+            let ending = AttemptEnding { log_end: format!("step 3\n{line}\n"), ..ended(Some(1), None) };
+            assert_eq!(classify(&ending), TrialOutcome::OutOfHostMemory { reason: line.to_owned() }, "{line}");
+        }
+        for line in ["the model is not out of memory budget", "OutOfMemory handler installed", "MemoryErrors are caught", "NCCL INFO ok"] {
+            let ending = AttemptEnding { log_end: line.to_owned(), ..ended(Some(1), None) };
+            assert_eq!(classify(&ending), TrialOutcome::Crashed { code: Some(1), signal: None }, "{line}");
+        }
+    }
+
     /// Outcomes are part of larger records, whose field names they must not repeat.
     #[test]
     fn outcomes_survive_being_written_down() {
@@ -456,7 +589,7 @@ mod tests {
             TrialOutcome::Done,
             TrialOutcome::OutOfDeviceMemory { details: Some(oom()) },
             TrialOutcome::OutOfDeviceMemory { details: None },
-            TrialOutcome::OutOfHostMemory,
+            TrialOutcome::OutOfHostMemory { reason: reason() },
             TrialOutcome::Stalled { seconds: 1.5, phase: Some("train".into()) },
             TrialOutcome::TimedOut { seconds: 2.5 },
             TrialOutcome::Diverged { reason: reason() },

@@ -172,6 +172,11 @@ impl Handle {
         self.line().process.clone()
     }
 
+    /// Whether it was told to be killed.
+    pub(super) fn was_killed(&self) -> bool {
+        self.line().killed.is_some()
+    }
+
     fn killed_for(&self) -> Option<Duration> {
         Some(self.line().killed?.elapsed())
     }

@@ -1,10 +1,9 @@
 //! Runs attempts: a thread each, which starts the process, follows its messages, samples telemetry and says how it ended.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
-use std::io::{self, Read, Seek, SeekFrom};
+use std::fs;
+use std::io::{self, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::thread::{self, JoinHandle};
@@ -15,18 +14,17 @@ use rustix::process::Signal;
 use super::child::{self, Exit, Handle, Place, Process, Supervisors, TrialProgram};
 use super::dispatcher::Input;
 use super::launcher::{Launch, Launcher};
+use super::log_end;
 use super::messages::MessageTail;
+use super::oom_kills::OomKills;
 use super::stacks;
 use crate::protocol::MessageKind;
-use crate::store::read_json;
+use crate::store::{AttemptFolder, read_json};
 use crate::telemetry::{Recorder, Sampler};
 use crate::trial::{AttemptEnding, TrialId};
 
 /// How often a child's messages are looked for. Its end is noticed at once.
 const POLL: Duration = Duration::from_millis(50);
-/// How much of the end of stderr is looked at, in bytes and in lines.
-const TAIL_BYTES: u64 = 64 << 10;
-const TAIL_LINES: usize = 20;
 
 /// Makes the samplers of an attempt from the id of its process.
 pub type MakeSamplers = Arc<dyn Fn(u32) -> Vec<Box<dyn Sampler>> + Send + Sync>;
@@ -56,13 +54,25 @@ impl std::fmt::Debug for ExecutorOptions {
 pub(super) struct Executor {
     options: ExecutorOptions,
     inbox: Sender<Input>,
-    supervisors: Arc<Supervisors>,
+    shared: Arc<Shared>,
     attempts: BTreeMap<TrialId, (Arc<Handle>, JoinHandle<()>)>,
+}
+
+/// What the threads of all attempts share.
+#[derive(Debug)]
+struct Shared {
+    supervisors: Supervisors,
+    oom_kills: OomKills,
 }
 
 impl Executor {
     pub(super) fn new(options: ExecutorOptions, inbox: Sender<Input>) -> Self {
-        Self { options, inbox, supervisors: Arc::default(), attempts: BTreeMap::new() }
+        Self {
+            options,
+            inbox,
+            shared: Arc::new(Shared { supervisors: Supervisors::default(), oom_kills: OomKills::of_this_process() }),
+            attempts: BTreeMap::new(),
+        }
     }
 
     /// Sends a signal to an attempt's process group, if it still runs.
@@ -76,13 +86,13 @@ impl Executor {
 impl Launcher for Executor {
     fn spawn(&mut self, launch: Launch) {
         let handle = Arc::new(Handle::default());
-        let (options, inbox, supervisors) = (self.options.clone(), self.inbox.clone(), Arc::clone(&self.supervisors));
+        let (options, inbox, shared) = (self.options.clone(), self.inbox.clone(), Arc::clone(&self.shared));
         let trial = launch.trial.clone();
         let watcher = {
             let handle = Arc::clone(&handle);
             move || {
                 // A defect here must not leave the run waiting for ever. The process, if any, is ended when its owner unwinds.
-                let ending = catch_unwind(AssertUnwindSafe(|| attend(&options, &launch, &supervisors, &handle, &inbox))).unwrap_or_else(|_| {
+                let ending = catch_unwind(AssertUnwindSafe(|| attend(&options, &launch, &shared, &handle, &inbox))).unwrap_or_else(|_| {
                     AttemptEnding { spawn_error: Some("the thread that watched it panicked".to_owned()), ..AttemptEnding::default() }
                 });
                 // Where nobody listens any more the run is over.
@@ -120,20 +130,32 @@ impl Launcher for Executor {
 }
 
 /// Runs one attempt from start to end.
-fn attend(options: &ExecutorOptions, launch: &Launch, supervisors: &Supervisors, handle: &Handle, inbox: &Sender<Input>) -> AttemptEnding {
+fn attend(options: &ExecutorOptions, launch: &Launch, shared: &Shared, handle: &Handle, inbox: &Sender<Input>) -> AttemptEnding {
     let started = Instant::now();
     let place = Place { cores: if options.pin_cores { launch.cores.clone() } else { Vec::new() }, devices: Vec::new() };
-    let kills_before = kernel_oom_kills();
-    let mut ending = match child::spawn(&options.program, supervisors, &launch.folder, &place, handle) {
-        Ok(process) => watch(options, launch, process, started, inbox),
+    shared.oom_kills.take_note();
+    let mut ending = match child::spawn(&options.program, &shared.supervisors, &launch.folder, &place, handle) {
+        Ok(process) => watch(options, launch, process, started, shared, inbox),
         Err(error) => AttemptEnding { spawn_error: Some(format!("the trial's process cannot be started: {error}")), ..AttemptEnding::default() },
     };
-    ending.kernel_oom_kill = kernel_oom_kills() > kills_before;
+    if ending.signal == Some(Signal::KILL.as_raw()) && !handle.was_killed() {
+        ending.kernel_oom_kill = shared.oom_kills.claim();
+    }
+    if ending.exit_code != Some(0) && ending.result.is_none() {
+        ending.disk_error = refusal(&launch.folder).err().map(|error| error.to_string());
+    }
     ending.seconds = started.elapsed().as_secs_f64();
     ending
 }
 
-fn watch(options: &ExecutorOptions, launch: &Launch, mut process: Process<'_>, started: Instant, inbox: &Sender<Input>) -> AttemptEnding {
+fn watch(
+    options: &ExecutorOptions,
+    launch: &Launch,
+    mut process: Process<'_>,
+    started: Instant,
+    shared: &Shared,
+    inbox: &Sender<Input>,
+) -> AttemptEnding {
     let mut ending = AttemptEnding::default();
     let mut tail = MessageTail::new(&launch.folder.messages());
     let mut recorder = Recorder::create(&launch.folder.telemetry(), (options.samplers)(process.id())).map_err(|error| error.to_string());
@@ -160,6 +182,7 @@ fn watch(options: &ExecutorOptions, launch: &Launch, mut process: Process<'_>, s
         if started.elapsed() >= next_sample
             && let Ok(open) = &mut recorder
         {
+            shared.oom_kills.take_note();
             match open.record(started.elapsed()) {
                 Ok(reasons) => reasons.into_iter().for_each(|reason| say(Input::Notice(reason))),
                 Err(error) => {
@@ -192,52 +215,16 @@ fn watch(options: &ExecutorOptions, launch: &Launch, mut process: Process<'_>, s
         say(Input::Notice(format!("{} line {line} cannot be read: {reason}", launch.folder.messages().display())));
     }
     ending.result = launch.folder.result().exists().then(|| read_json(&launch.folder.result()).map_err(|error| error.to_string()));
-    ending.stderr_tail = last_lines(&launch.folder.stderr()).unwrap_or_default();
+    let stderr = log_end::read(&launch.folder.stderr());
+    ending.stderr_tail = log_end::last_lines(&stderr);
+    ending.log_end = log_end::read(&launch.folder.stdout()) + &stderr;
     ending
 }
 
-/// The last lines of a log, decoded lossily. Of a line that was written over itself with carriage returns the last state is kept, as on a terminal.
-fn last_lines(path: &Path) -> io::Result<String> {
-    let mut file = File::open(path)?;
-    let length = file.metadata()?.len();
-    file.seek(SeekFrom::Start(length.saturating_sub(TAIL_BYTES)))?;
-    let mut bytes = Vec::new();
-    file.take(TAIL_BYTES).read_to_end(&mut bytes)?;
-    let text = String::from_utf8_lossy(&bytes);
-    let lines: Vec<&str> = text.lines().map(|line| line.trim_end_matches('\r').rsplit('\r').next().unwrap_or_default()).collect();
-    let end = lines.iter().rposition(|line| !line.trim().is_empty()).map_or(0, |last| last + 1);
-    Ok(lines[end.saturating_sub(TAIL_LINES)..end].join("\n"))
-}
-
-/// How often the kernel's out-of-memory killer has struck: in this process's control group, or on the whole machine where that cannot be read.
-fn kernel_oom_kills() -> Option<u64> {
-    let counted = |path: &Path| -> Option<u64> {
-        let text = fs::read_to_string(path).ok()?;
-        text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
-    };
-    let group = fs::read_to_string("/proc/self/cgroup").ok();
-    let group = group.as_deref().and_then(|text| text.lines().find_map(|line| line.strip_prefix("0::/")));
-    group.and_then(|group| counted(&Path::new("/sys/fs/cgroup").join(group).join("memory.events"))).or_else(|| counted(Path::new("/proc/vmstat")))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_tail_of_a_log_reads_like_a_terminal() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("stderr.log");
-        fs::write(&path, b"first\n 10%\r100%\nbroken \xff\xfe utf-8\nlast without newline\n\n \n").unwrap();
-        assert_eq!(last_lines(&path).unwrap(), "first\n100%\nbroken \u{fffd}\u{fffd} utf-8\nlast without newline");
-        fs::write(&path, "x\n".repeat(1 << 20)).unwrap();
-        assert_eq!(last_lines(&path).unwrap(), ["x"; TAIL_LINES].join("\n"));
-        fs::write(&path, "").unwrap();
-        assert_eq!(last_lines(&path).unwrap(), "");
-    }
-
-    #[test]
-    fn the_kernels_count_can_be_read_here() {
-        assert!(kernel_oom_kills().is_some());
-    }
+/// Whether the attempt's folder still takes a small file. A child that finds the disk full has nowhere to say so.
+fn refusal(folder: &AttemptFolder) -> io::Result<()> {
+    let path = folder.0.join(".partial-probe");
+    let written = fs::File::create(&path).and_then(|mut file| file.write_all(&[0; 64 << 10]).and_then(|()| file.sync_all()));
+    let _ = fs::remove_file(&path);
+    written.map_err(|error| io::Error::new(error.kind(), format!("cannot write {}: {error}", folder.0.display())))
 }

@@ -83,6 +83,10 @@ struct Behaviour {
     stderr: Option<String>,
     /// After the steps, write this many bytes to standard error.
     flood_stderr: Option<usize>,
+    /// After the steps, this many processes write [`LINES_PER_RANK`] lines each to standard error at once: see [`rank_line`].
+    ranks_write: Option<usize>,
+    /// After the steps, take memory until somebody ends it.
+    eat_memory: bool,
     /// After the steps, write a line of a kind nobody knows, one that is damaged, and half a line.
     garble_messages: bool,
     /// After the steps, wait for this file, or for ever where the path is empty.
@@ -105,6 +109,18 @@ struct Behaviour {
     tear_result: bool,
 }
 
+/// Lines that each process of `ranks_write` writes.
+const LINES_PER_RANK: usize = 40;
+
+/// A line of 64 KiB with everything that logs hold: progress bars, bytes that are no UTF-8, NUL. The integration test makes the same.
+fn rank_line(rank: usize, line: usize) -> Vec<u8> {
+    let mut bytes = format!("rank {rank} line {line}\r 10%\r\0\u{1b}[31m").into_bytes();
+    bytes.push(0xff);
+    bytes.resize((64 << 10) - 1, b'a' + rank as u8);
+    bytes.push(b'\n');
+    bytes
+}
+
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().collect();
     match &arguments[..] {
@@ -115,6 +131,11 @@ fn main() -> ExitCode {
                 ExitCode::from(child_exit::BAD_REQUEST as u8)
             }
         },
+        [_, rank, number] if rank == "rank" => {
+            let rank = number.parse().unwrap_or(0);
+            let all_written = (0..LINES_PER_RANK).all(|line| io::stderr().write_all(&rank_line(rank, line)).is_ok());
+            if all_written { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        }
         _ => {
             complain(&format!("usage: fake-trial trial REQUEST, not {arguments:?}"));
             ExitCode::from(child_exit::BAD_REQUEST as u8)
@@ -269,6 +290,21 @@ fn misbehave(behaviour: &Behaviour, folder: &AttemptFolder) -> io::Result<()> {
             io::stderr().write_all(&line)?;
         }
         complain("the flood is over");
+    }
+    if let Some(ranks) = behaviour.ranks_write {
+        let program = std::env::current_exe()?;
+        let rank = |rank: usize| Command::new(&program).args(["rank", &rank.to_string()]).stdin(Stdio::null()).spawn();
+        let ranks = (0..ranks).map(rank).collect::<io::Result<Vec<_>>>()?;
+        for mut rank in ranks {
+            assert!(rank.wait()?.success(), "a rank could not write");
+        }
+        io::stderr().write_all(b"no newline at the end \xff\0")?;
+    }
+    if behaviour.eat_memory {
+        let mut eaten: Vec<Vec<u8>> = Vec::new();
+        loop {
+            eaten.push(vec![1; 4 << 20]);
+        }
     }
     if behaviour.garble_messages {
         let lines = "{\"at\":\"2026-01-01T00:00:00.000Z\",\"kind\":\"from_the_future\"}\n\0damaged\n";

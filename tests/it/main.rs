@@ -6,6 +6,7 @@ mod nvml;
 mod plan;
 mod report;
 mod run;
+mod run_endings;
 mod run_processes;
 mod schema;
 mod status;

@@ -123,9 +123,7 @@ impl World {
 
     /// The newest run of the only sweep.
     pub(crate) fn newest(&self) -> RunFolder {
-        let mut sweeps = fs::read_dir(self.path("results")).unwrap();
-        let sweep = sweeps.next().unwrap().unwrap().file_name();
-        newest_run(&self.path("results"), &sweep.to_string_lossy()).unwrap().unwrap()
+        newest_of(&self.path("results"))
     }
 
     /// The messages of the first attempt of any trial, if there are any yet.
@@ -149,6 +147,12 @@ impl World {
         outcomes.sort_by_key(|(label, purpose, block_size, _)| (label.clone(), *purpose == Purpose::Train, *block_size));
         outcomes
     }
+}
+
+/// The newest run of the only sweep in a results folder.
+pub(crate) fn newest_of(results: &Path) -> RunFolder {
+    let sweep = fs::read_dir(results).unwrap().next().unwrap().unwrap().file_name();
+    newest_run(results, &sweep.to_string_lossy()).unwrap().unwrap()
 }
 
 /// A process of `sweep` that ended.
