@@ -130,6 +130,7 @@ fn sweep(shape: &Shape) -> Result<Measured, Box<dyn Error>> {
         },
         cores: vec![0, 1],
         checkpoint: None,
+        save_model: None,
     };
     write_json(&attempt.request(), &request)?;
     let before = children_cpu_seconds()?;

@@ -125,6 +125,9 @@ pub struct TrialRequest {
     /// Where and when state is saved, and where an earlier attempt may have left some to go on from; `None`: nothing is saved, every attempt starts afresh.
     #[serde(default)]
     pub checkpoint: Option<CheckpointRequest>,
+    /// Where the trained model is saved, as transformers reads it; `None`: it is not. A relative path starts at the folder of the request.
+    #[serde(default)]
+    pub save_model: Option<PathBuf>,
 }
 
 /// The checkpoints of a trial, shared by its attempts.

@@ -172,6 +172,9 @@ pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Err
 /// Name of the folder, beside a trial's attempts, that holds its checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
 
+/// Name of the folder, beside a trial's attempts, that holds the trained model.
+pub const MODEL: &str = "model";
+
 /// Paths of one run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunFolder(pub PathBuf);

@@ -51,7 +51,7 @@ pub(crate) struct Tokenized {
     pub(crate) eval: Option<Tokens>,
     /// Entries of the vocabulary.
     pub(crate) vocab_size: usize,
-    /// The tokenizer that was trained for it, as a `tokenizer.json`.
+    /// The tokenizer that made the tokens, as a `tokenizer.json`.
     pub(crate) tokenizer: Option<String>,
 }
 

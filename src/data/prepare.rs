@@ -102,7 +102,7 @@ fn tokenize(data: &DataSettings, tokenizer: &TokenizerSource, [train_files, eval
     let train = Text::read("the training text", train_files)?;
     let eval = if eval_files.is_empty() { None } else { Some(Text::read("the evaluation text", eval_files)?) };
     let (text_tokenizer, trained) = match tokenizer {
-        TokenizerSource::Json { path, json } => (TextTokenizer::parse(json, path)?, None),
+        TokenizerSource::Json { path, json } => (TextTokenizer::parse(json, path)?, String::from_utf8(json.clone()).ok()),
         TokenizerSource::TrainBpe(entries) => {
             // Line by line, as transformers' trainer reads files: the same text gives the same merges.
             let tokenizer = TextTokenizer::train(train.lines().into_iter(), *entries)?;

@@ -18,7 +18,7 @@ use super::processes;
 use super::work::{ConfigurationTrials, Work};
 use crate::event::{Event, EventKind};
 use crate::protocol::{CheckpointRequest, PROTOCOL, Timestamp, TrialRequest};
-use crate::store::{AttemptRecord, CHECKPOINTS, JsonLines, RunFolder, StoreError, TrialRecord, io_error, write_json};
+use crate::store::{AttemptRecord, CHECKPOINTS, JsonLines, MODEL, RunFolder, StoreError, TrialRecord, io_error, write_json};
 use crate::trial::{AttemptEnding, Purpose, TrialId, TrialOutcome};
 
 /// How often time is looked at.
@@ -295,6 +295,7 @@ impl RunLoop<'_> {
                 save_steps: work.checkpoint.save_steps,
                 save_total_limit: work.checkpoint.save_total_limit,
             }),
+            save_model: (trial.purpose == Purpose::Train && work.checkpoint.save_model).then(|| Path::new("..").join(MODEL)),
         };
         write_json(&attempt.request(), &request)
     }

@@ -287,9 +287,10 @@ pub struct FsdpSettings {
     pub cpu_offload: bool,
     /// Whether transformer blocks are recomputed in backward.
     pub activation_checkpointing: bool,
-    /// Whether rank 0's weights are broadcast at the start.
+    /// Whether rank 0's first values are broadcast and win over those of the other ranks. Random ones are the same on every rank anyway.
     pub sync_module_states: bool,
-    /// Whether one rank alone reads the checkpoint.
+    /// Whether rank 0 alone reads the weights and passes each rank its part, piece by piece; otherwise every rank reads its own part. Implies
+    /// `sync_module_states`, as in accelerate.
     pub cpu_ram_efficient_loading: bool,
     /// Layout of saved state.
     pub state_dict_type: StateDictType,

@@ -8,7 +8,7 @@ pub(crate) const TABLES: [(&str, &str); 2] =
     [("peft", "training adapters instead of all parameters"), ("runner", "running training programs other than sweep's own")];
 
 /// Keys that are not built: path, the values that are refused (none: all of them), and what they would do.
-const KEYS: [(&str, &[&str], &str); 11] = [
+const KEYS: [(&str, &[&str], &str); 10] = [
     ("model.trainable", &[], "freezing parameters"),
     ("model.attn_implementation", &["flash"], "fused attention"),
     ("fsdp.fsdp_version", &["2"], "per-parameter sharding (FSDP2)"),
@@ -18,7 +18,6 @@ const KEYS: [(&str, &[&str], &str); 11] = [
     ("fsdp.state_dict_type", &["SHARDED_STATE_DICT"], "saving checkpoints"),
     ("checkpoint.save_steps", &[], "saving checkpoints"),
     ("checkpoint.save_total_limit", &[], "saving checkpoints"),
-    ("checkpoint.save_model", &["true"], "saving the trained model"),
     ("report.columns", &[], "choosing the tables' columns"),
 ];
 

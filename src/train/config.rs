@@ -41,7 +41,10 @@ impl TrialConfig {
         if protocol != PROTOCOL {
             return Err(TrainError::Request(format!("{} speaks protocol {protocol}, this sweep speaks protocol {PROTOCOL}", path.display())));
         }
-        Self::new(store::read_json(path).map_err(bad)?)
+        let mut request: TrialRequest = store::read_json(path).map_err(bad)?;
+        let folder = path.parent().unwrap_or(Path::new(""));
+        request.save_model = request.save_model.map(|model| folder.join(model));
+        Self::new(request)
     }
 
     /// Checks a request.

@@ -4,6 +4,7 @@ pub mod config;
 pub mod dataset;
 pub mod error;
 pub mod eval;
+pub mod export;
 pub mod fsdp;
 pub mod memory;
 pub mod model;

@@ -11,6 +11,7 @@ use super::config::TrialConfig;
 use super::dataset::{self, TrialData};
 use super::error::TrainError;
 use super::eval::{evaluate, evaluate_full_batch};
+use super::export;
 use super::fsdp::{FullyShardedDataParallel, Shard, run_ranks};
 use super::memory::{self, Accounts, Phase};
 use super::model::{self, ops::AttentionKind};
@@ -339,6 +340,11 @@ impl<'a> Trainer<'a> {
             && !evaluation.loss.0.is_finite()
         {
             self.outcome.diverged = Some(format!("the evaluation loss is {} after the last step", evaluation.loss.0));
+        }
+        if let Some(folder) = &self.shared.config.request.save_model {
+            self.tell(|reporter| reporter.phase("save"))?;
+            let request = &self.shared.config.request;
+            export::save_model(&mut self.engine, &request.model, &request.data.train, folder)?;
         }
         Ok(())
     }

@@ -2,6 +2,8 @@
 
 mod data;
 mod devices;
+#[cfg(feature = "cpu")]
+mod llama;
 mod nvml;
 mod plan;
 mod report;

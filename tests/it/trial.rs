@@ -65,6 +65,7 @@ impl Attempt {
             data,
             cores: Vec::new(),
             checkpoint: None,
+            save_model: None,
         };
         Self { folder: TempDir::new().unwrap(), request }
     }

@@ -6,6 +6,7 @@ pub mod buffer;
 mod core;
 pub mod group;
 pub mod layout;
+mod load;
 mod scope;
 pub mod trace;
 mod unit;
@@ -64,6 +65,11 @@ impl LossSum {
 pub trait WeightSource: Sync {
     /// Elements `elements` of the flattened parameter `name` (Hugging Face's layout: Conv1D weights are `[in, out]`), whose shape must be `shape`.
     fn read(&self, name: &str, shape: &[usize], elements: Range<usize>) -> Result<Vec<f32>, TrainError>;
+
+    /// Whether every rank that asks gets the same numbers, and none of them is read from anywhere: then each rank asks for its own part.
+    fn same_on_every_rank(&self) -> bool {
+        false
+    }
 }
 
 /// What an engine needs beside the sharding switches.
@@ -118,7 +124,7 @@ pub struct FullyShardedDataParallel {
 }
 
 impl FullyShardedDataParallel {
-    /// Shards `model` as `settings` say and reads this rank's part of the weights.
+    /// Shards `model` as `settings` say and fills this rank's part with first values; which rank reads them `settings` say too. Every rank must call it.
     ///
     /// # Errors
     ///
@@ -143,16 +149,7 @@ impl FullyShardedDataParallel {
         let mut shards = Vec::new();
         for layout in &layouts {
             let segments = layout.segments(rank);
-            let mut values = in_shard_memory(settings.cpu_offload, || vec![0.0; layout.shard_numel()]);
-            for segment in &segments {
-                let placed = layout.parameters.iter().find(|placed| placed.info.name == segment.name);
-                let shape = placed.map_or(&[][..], |placed| &placed.info.shape);
-                let read = weights.read(&segment.name, shape, segment.parameter_range.clone())?;
-                if read.len() != segment.range.len() {
-                    return Err(TrainError::Input(format!("{}: {} numbers where {} are needed", segment.name, read.len(), segment.range.len())));
-                }
-                values[segment.range.clone()].copy_from_slice(&read);
-            }
+            let values = in_shard_memory(settings.cpu_offload, || vec![0.0; layout.shard_numel()]);
             shards.push(Shard {
                 unit: layout.unit.clone(),
                 values,
@@ -162,6 +159,7 @@ impl FullyShardedDataParallel {
                 replicated: cut == 1 && context.world_size > 1,
             });
         }
+        load::load(&context, &settings, &tree.parameters(), weights, &mut shards)?;
         let core = Arc::new(Core::new(context, layouts, settings));
         Ok(Self { core, model, options: options.clone(), shards, passes: 0 })
     }

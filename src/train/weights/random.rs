@@ -75,6 +75,10 @@ impl WeightSource for RandomWeights {
         }
         Ok(values)
     }
+
+    fn same_on_every_rank(&self) -> bool {
+        true
+    }
 }
 
 /// A random stream with an element at every index: SplitMix64 (Steele et al. 2014) by position, and the Box-Muller transform on pairs.

@@ -180,6 +180,7 @@ impl Run {
             data: manifest.data.clone(),
             cores: Vec::new(),
             checkpoint: None,
+            save_model: None,
         };
         write_json(&folder.request(), &request);
         self.event(EventKind::TrialStarted {
