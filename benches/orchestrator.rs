@@ -117,6 +117,7 @@ fn prepare(world: &Path) -> Result<(RunManifest, Work), Box<dyn std::error::Erro
         recovered: Vec::new(),
         announced: Default::default(),
         notices: Vec::new(),
+        remarks: Vec::new(),
     };
     Ok((manifest, work))
 }

@@ -30,8 +30,14 @@ pub enum EventKind {
         /// Whether an unfinished run goes on.
         resumed: bool,
     },
-    /// Something the user should know; a sentence.
+    /// Something the user should know about the results; a sentence. Part of the report.
     Notice {
+        /// The sentence.
+        text: String,
+    },
+    /// Something the user should know about the course of the run: that it goes on, or stops; a sentence. No part of the report, which is the same however often
+    /// the run was cut off.
+    Remark {
         /// The sentence.
         text: String,
     },

@@ -200,6 +200,10 @@ impl RunFolder {
     pub fn trial(&self, id: &TrialId) -> PathBuf {
         self.trials().join(&id.0)
     }
+    /// What a trial is: a [`TrialRecord`].
+    pub fn trial_record(&self, id: &TrialId) -> PathBuf {
+        self.trial(id).join("trial.json")
+    }
     /// One attempt of a trial, from 1.
     pub fn attempt(&self, id: &TrialId, attempt: u32) -> AttemptFolder {
         AttemptFolder(self.trial(id).join(format!("attempt-{attempt}")))
@@ -290,6 +294,29 @@ pub fn write_whole(path: &Path, contents: &[u8]) -> Result<(), StoreError> {
     File::open(folder).and_then(|folder| folder.sync_all()).map_err(io_error("write", folder))
 }
 
+/// Writes a JSON file whole or not at all as long as the machine runs: temporary file and rename. What must outlive the machine is [synced](sync) later, or
+/// written by [`write_json`].
+///
+/// # Errors
+/// The operating system refused.
+pub fn replace_json<T: Serialize>(path: &Path, value: &T) -> Result<(), StoreError> {
+    let malformed = |error: serde_json::Error| StoreError::Malformed { path: path.to_owned(), reason: error.to_string() };
+    let mut text = serde_json::to_vec_pretty(value).map_err(malformed)?;
+    text.push(b'\n');
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let temporary = path.with_file_name(format!(".partial-{name}"));
+    fs::write(&temporary, &text).map_err(io_error("write", &temporary))?;
+    fs::rename(&temporary, path).map_err(io_error("rename", path))
+}
+
+/// Waits until a file's contents, or a folder's entries, are on disk.
+///
+/// # Errors
+/// The operating system refused.
+pub fn sync(path: &Path) -> Result<(), StoreError> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(io_error("write", path))
+}
+
 /// Appends records to a JSON-lines file, one write each, so that a crash tears at most the last.
 #[derive(Debug)]
 pub struct JsonLines {
@@ -327,7 +354,24 @@ impl JsonLines {
     pub fn push<T: Serialize>(&mut self, record: &T) -> Result<(), StoreError> {
         let mut line = serde_json::to_vec(record).map_err(|error| StoreError::Malformed { path: self.path.clone(), reason: error.to_string() })?;
         line.push(b'\n');
-        self.file.write_all(&line).map_err(io_error("write", &self.path))
+        let mut written = 0;
+        while written < line.len() {
+            match self.file.write(&line[written..]) {
+                Ok(0) => return Err(io_error("write", &self.path)(io::ErrorKind::WriteZero.into())),
+                Ok(count) => written += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    // A full disk may have taken the beginning of the line; it is taken back, so that what is there stays whole.
+                    if written > 0
+                        && let Ok(metadata) = self.file.metadata()
+                    {
+                        let _ = self.file.set_len(metadata.len().saturating_sub(written as u64));
+                    }
+                    return Err(io_error("write", &self.path)(error));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Waits until everything appended so far is on disk.

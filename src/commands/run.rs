@@ -48,11 +48,11 @@ pub fn run(arguments: &RunArguments) -> Result<(), CommandError> {
         resume::select(&arguments.only, &planned.manifest, &configurations).map_err(|name| unknown_selection(&name, &planned.manifest))?;
     let rerun = rerun(arguments, &configurations)?;
     let chosen = choose(arguments, &planned, &configurations)?;
-    let (progress, mut notices) = match &chosen.state {
-        Some(state) => (resume::progress(&configurations, state, &rerun), damage(state)),
-        None => (Progress::default(), chosen.manifest.notices.clone()),
+    let (progress, notices, damage) = match &chosen.state {
+        Some(state) => (resume::progress(&configurations, state, &rerun), Vec::new(), damage(state)),
+        None => (Progress::default(), chosen.manifest.notices.clone(), Vec::new()),
     };
-    notices.splice(0..0, chosen.notices);
+    let remarks = [chosen.remarks, damage].concat();
 
     let (machine, pin_cores) = Machine::of_this_process(planned.manifest.host.memory_bytes);
     let options = ExecutorOptions {
@@ -66,6 +66,7 @@ pub fn run(arguments: &RunArguments) -> Result<(), CommandError> {
         selection,
         fail_fast: arguments.fail_fast,
         notices,
+        remarks,
         ..work(&chosen.manifest, configurations, progress, machine)
     };
     work.limits.jobs = arguments.jobs.or(work.limits.jobs);
@@ -144,7 +145,7 @@ struct Chosen {
     /// What it holds already; `None` for a new run.
     state: Option<RunState>,
     /// What the user should know about the choice.
-    notices: Vec<String>,
+    remarks: Vec<String>,
 }
 
 /// Decides between the newest run and a new one: an unfinished run of the same sweep goes on, everything else starts anew. `--resume`, `--rerun` and
@@ -189,13 +190,13 @@ fn choose(arguments: &RunArguments, planned: &Planned, configurations: &[Configu
     let state = RunState::read(&folder)?;
     let differences = resume::differences(&old, &planned.manifest);
     if differences.is_empty() {
-        let unfinished = is_unfinished(&old, configurations, &state);
+        let unfinished = is_unfinished(&old, configurations, &state) || was_cut_off(&folder, &state);
         if unfinished || arguments.rerun.is_some() {
             let how = if arguments.rerun.is_some() { "Trials of run" } else { "The unfinished run" };
             let goes_on = if arguments.rerun.is_some() { "run again" } else { "goes on" };
-            let mut notices = vec![format!("{how} {} {goes_on}; --new starts another.", folder.name())];
-            notices.extend(abandoned_by.map(|owner| format!("The sweep that worked on it before was cut off ({owner}).")));
-            return Ok(Chosen { manifest: old, state: Some(state), notices, lock, folder });
+            let mut remarks = vec![format!("{how} {} {goes_on}; --new starts another.", folder.name())];
+            remarks.extend(abandoned_by.map(|owner| format!("The sweep that worked on it before was cut off ({owner}).")));
+            return Ok(Chosen { manifest: old, state: Some(state), remarks, lock, folder });
         }
         if arguments.resume {
             let message = format!("run {} is finished: nothing is missing", folder.0.display());
@@ -234,6 +235,7 @@ fn work(manifest: &RunManifest, configurations: Vec<Configuration>, progress: Pr
         recovered: progress.recovered,
         announced: progress.announced,
         notices: Vec::new(),
+        remarks: Vec::new(),
     }
 }
 
@@ -244,8 +246,14 @@ fn is_unfinished(manifest: &RunManifest, configurations: &[Configuration], state
     !Dispatcher::new(work(manifest, configurations.to_vec(), progress, machine)).is_idle()
 }
 
+/// Whether the last sweep on a run was killed after its last trial: then the end of the run and its report are missing.
+fn was_cut_off(folder: &RunFolder, state: &RunState) -> bool {
+    let began = state.started_at.is_some();
+    began && (state.exit_code.is_none() || !folder.report().join("report.html").exists())
+}
+
 /// Makes a new run folder.
-fn start(arguments: &RunArguments, planned: &Planned, notices: Vec<String>) -> Result<Chosen, CommandError> {
+fn start(arguments: &RunArguments, planned: &Planned, remarks: Vec<String>) -> Result<Chosen, CommandError> {
     let make = || -> Result<Chosen, StoreError> {
         let folder = store::create_run(&arguments.results, &planned.manifest.sweep)?;
         // Nobody knows the folder yet, so nobody can hold its lock.
@@ -259,7 +267,7 @@ fn start(arguments: &RunArguments, planned: &Planned, notices: Vec<String>) -> R
         // With its manifest it becomes a run that others see.
         write_json(&folder.manifest(), &manifest)?;
         folder.publish()?;
-        Ok(Chosen { folder, lock, manifest, state: None, notices })
+        Ok(Chosen { folder, lock, manifest, state: None, remarks })
     };
     make().map_err(|error| unwritable(&error))
 }

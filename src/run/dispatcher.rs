@@ -265,10 +265,11 @@ impl Dispatcher {
             resumed: self.work.resumed,
         });
         step.events.append(&mut self.work.recovered);
+        step.events.extend(self.work.remarks.iter().map(|text| EventKind::Remark { text: text.clone() }));
         step.events.extend(self.work.notices.iter().map(|text| EventKind::Notice { text: text.clone() }));
         if let Some(asked) = self.work.limits.jobs.filter(|jobs| *jobs > self.leases.jobs()) {
             let text = format!("{asked} trials at a time were asked for; {} run, because trials never share a core", self.leases.jobs());
-            step.events.push(EventKind::Notice { text });
+            step.events.push(EventKind::Remark { text });
         }
         for index in 0..self.work.configurations.len() {
             self.announce(index, step);
@@ -346,7 +347,7 @@ impl Dispatcher {
                 "{} attempts in a row ended because of the machine, not of what they ran; the last: {outcome}",
                 self.consecutive_infrastructure_failures
             );
-            step.events.push(EventKind::Notice { text: format!("The run stops: {reason}") });
+            step.events.push(EventKind::Remark { text: format!("The run stops: {reason}") });
             self.stop(Stop::Breaker { reason }, now, step);
         }
     }
@@ -401,7 +402,7 @@ impl Dispatcher {
         }
         if self.work.limits.sweep_timeout.is_some_and(|limit| now >= limit) && self.stop.is_none() {
             let running = if self.running.is_empty() { "" } else { " What runs is finished first." };
-            step.events.push(EventKind::Notice { text: format!("The run stops: its sweep_timeout is over.{running}") });
+            step.events.push(EventKind::Remark { text: format!("The run stops: its sweep_timeout is over.{running}") });
             self.stop(Stop::TimeLimit, now, step);
         }
     }

@@ -107,6 +107,7 @@ fn work(configurations: Vec<Configuration>) -> Work {
         recovered: Vec::new(),
         announced: BTreeMap::new(),
         notices: Vec::new(),
+        remarks: Vec::new(),
     }
 }
 
@@ -425,7 +426,7 @@ fn the_breaker_stops_a_run_on_a_broken_machine() {
     world.end("b-train", 1, dies());
     world.end("c-train", 1, dies());
     assert_eq!(world.did(), ["spawn a-train #1", "spawn b-train #1", "spawn c-train #1", "finish 75"], "it waits for no retry");
-    assert!(world.events.iter().any(|event| matches!(event, EventKind::Notice { text } if text.starts_with("The run stops: 3 attempts in a row"))));
+    assert!(world.events.iter().any(|event| matches!(event, EventKind::Remark { text } if text.starts_with("The run stops: 3 attempts in a row"))));
 }
 
 #[test]
@@ -482,7 +483,7 @@ fn the_sweeps_own_time_limit_interrupts_it() {
     world.end("a-train", 1, done());
     assert_eq!(world.did(), ["finish 5"]);
     assert_eq!(world.events.last(), Some(&EventKind::RunEnded { exit_code: 5, done: 1, failed: 0, outstanding: 1 }));
-    let notices = world.events.iter().filter(|event| matches!(event, EventKind::Notice { text } if text.contains("sweep_timeout"))).count();
+    let notices = world.events.iter().filter(|event| matches!(event, EventKind::Remark { text } if text.contains("sweep_timeout"))).count();
     assert_eq!(notices, 1);
 
     // Nothing is missing once the last trial has ended, and what still waits to be tried again is.

@@ -93,6 +93,10 @@ pub fn progress(configurations: &[Configuration], state: &RunState, rerun: &Reru
             };
             let on_record = state.ended_events.get(&trial.id);
             let Some(found) = state.trials.get(&trial.id) else {
+                // What is left of a damaged folder keeps its attempts, so that the next one has a folder of its own.
+                if let Some(attempts) = state.unreadable_attempts.get(&trial.id) {
+                    progress.known.insert(trial.id.clone(), KnownTrial { attempts: *attempts, ..KnownTrial::default() });
+                }
                 if on_record.is_some_and(|(_, outcome)| outcome.settles_the_trial()) {
                     progress.lost.insert(trial.id);
                 }

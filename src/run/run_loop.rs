@@ -18,7 +18,7 @@ use super::processes;
 use super::work::{ConfigurationTrials, Work};
 use crate::event::{Event, EventKind};
 use crate::protocol::{CheckpointRequest, PROTOCOL, Timestamp, TrialRequest};
-use crate::store::{AttemptRecord, CHECKPOINTS, JsonLines, MODEL, RunFolder, StoreError, TrialRecord, io_error, write_json};
+use crate::store::{AttemptRecord, CHECKPOINTS, JsonLines, MODEL, RunFolder, StoreError, TrialRecord, io_error, replace_json, sync, write_json};
 use crate::trial::{AttemptEnding, Purpose, TrialId, TrialOutcome};
 
 /// How often time is looked at.
@@ -77,7 +77,7 @@ pub fn run(
     let marked = std::path::absolute(&folder.0).ok().filter(|_| work.resumed);
     let left_behind = marked.map_or(0, |folder| processes::kill_marked(&folder, None));
     if left_behind > 0 {
-        work.notices.push(format!("Processes that the last sweep on this run left behind were ended: {left_behind}."));
+        work.remarks.push(format!("Processes that the last sweep on this run left behind were ended: {left_behind}."));
     }
     let (inbox, inputs) = mpsc::channel();
     let signals = if signals { Some(watch_signals(inbox.clone())?) } else { None };
@@ -209,7 +209,7 @@ impl RunLoop<'_> {
             EventKind::TrialProgress { .. } => return,
             EventKind::TrialStarted { trial, .. } => {
                 self.assigned.insert(trial.clone(), event.at);
-                self.events.push(event)
+                self.events.push(event).and_then(|()| self.events.sync())
             }
             EventKind::TrialEnded { trial, attempt, outcome, seconds, stderr_tail, .. } => {
                 let record = AttemptRecord {
@@ -220,7 +220,7 @@ impl RunLoop<'_> {
                     outcome: outcome.clone(),
                     stderr_tail: stderr_tail.clone(),
                 };
-                write_json(&self.folder.attempt(trial, *attempt).outcome(), &record).and_then(|()| self.events.push(event))
+                keep(self.folder, trial, &record).and_then(|()| self.events.push(event)).and_then(|()| self.events.sync())
             }
             _ => self.events.push(event),
         };
@@ -257,19 +257,17 @@ impl RunLoop<'_> {
         let trial = &order.trial;
         let attempt = self.folder.attempt(&trial.id, order.attempt);
         fs::create_dir_all(&attempt.0).map_err(io_error("create", &attempt.0))?;
-        let record = self.folder.trial(&trial.id).join("trial.json");
-        if !record.exists() {
-            let contents = TrialRecord {
-                id: trial.id.clone(),
-                label: configuration.label.clone(),
-                purpose: trial.purpose,
-                configuration: configuration.id.clone(),
-                block_size: trial.block_size,
-                repeat: trial.repeat,
-                settings: configuration.settings.clone(),
-            };
-            write_json(&record, &contents)?;
-        }
+        // Also where there is one: it may be damaged.
+        let contents = TrialRecord {
+            id: trial.id.clone(),
+            label: configuration.label.clone(),
+            purpose: trial.purpose,
+            configuration: configuration.id.clone(),
+            block_size: trial.block_size,
+            repeat: trial.repeat,
+            settings: configuration.settings.clone(),
+        };
+        replace_json(&self.folder.trial_record(&trial.id), &contents)?;
         if order.afresh {
             let checkpoints = self.folder.checkpoints(&trial.id);
             match fs::remove_dir_all(&checkpoints) {
@@ -297,6 +295,20 @@ impl RunLoop<'_> {
             }),
             save_model: (trial.purpose == Purpose::Train && work.checkpoint.save_model).then(|| Path::new("..").join(MODEL)),
         };
-        write_json(&attempt.request(), &request)
+        replace_json(&attempt.request(), &request)
     }
+}
+
+/// Puts the end of an attempt on disk, and with it everything of its folder that a report reads.
+fn keep(folder: &RunFolder, trial: &TrialId, record: &AttemptRecord) -> Result<(), StoreError> {
+    let attempt = folder.attempt(trial, record.attempt);
+    sync(&folder.trial_record(trial))?;
+    for path in [attempt.messages(), attempt.telemetry()] {
+        if path.exists() {
+            sync(&path)?;
+        }
+    }
+    write_json(&attempt.outcome(), record)?;
+    sync(&folder.trial(trial))?;
+    sync(&folder.trials())
 }

@@ -147,6 +147,8 @@ pub struct Work {
     pub recovered: Vec<EventKind>,
     /// What the searches announced already.
     pub announced: BTreeMap<ConfigurationId, (Option<usize>, LimitedBy)>,
-    /// What the user should know before the first trial, a sentence each.
+    /// What the user should know about the results before the first trial, a sentence each.
     pub notices: Vec<String>,
+    /// What the user should know about the course of the run, a sentence each.
+    pub remarks: Vec<String>,
 }

@@ -20,8 +20,10 @@ pub struct RunState {
     pub trials: BTreeMap<TrialId, TrialState>,
     /// What the searches found, the last word of each.
     pub block_sizes: BTreeMap<ConfigurationId, BlockSizeResult>,
-    /// What the user was told, in order.
+    /// What the user was told about the results, in order.
     pub notices: Vec<String>,
+    /// What the user was told about the course of the run, in order.
+    pub remarks: Vec<String>,
     /// When the run began.
     pub started_at: Option<Timestamp>,
     /// When the last event was written.
@@ -34,6 +36,8 @@ pub struct RunState {
     pub unreadable_events: Vec<(usize, String)>,
     /// Trials' folders that cannot be read, and why; the trials run again.
     pub unreadable_trials: Vec<String>,
+    /// The highest attempt in each of those folders, by the folder's name, which is the trial's id.
+    pub unreadable_attempts: BTreeMap<TrialId, u32>,
 }
 
 /// A trial as its folder tells it.
@@ -80,7 +84,12 @@ impl RunState {
                 Ok(trial) => {
                     state.trials.insert(trial.record.id.clone(), trial);
                 }
-                Err(error) => state.unreadable_trials.push(error.to_string()),
+                Err(error) => {
+                    state.unreadable_trials.push(error.to_string());
+                    let id = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                    let last = attempts_in(&path)?.last().map_or(0, |(number, _)| *number);
+                    state.unreadable_attempts.insert(TrialId(id), last);
+                }
             }
         }
         let events = read_json_lines::<Event>(&folder.events())?;
@@ -98,6 +107,7 @@ impl RunState {
             EventKind::RunStarted { .. } => self.exit_code = None,
             EventKind::RunEnded { exit_code, .. } => self.exit_code = Some(exit_code),
             EventKind::Notice { text } => self.notices.push(text),
+            EventKind::Remark { text } => self.remarks.push(text),
             EventKind::BlockSizeFound { configuration, block_size, limited_by, .. } => {
                 self.block_sizes.insert(configuration, BlockSizeResult { block_size, limited_by });
             }
@@ -126,13 +136,17 @@ fn subfolders(folder: &Path) -> Result<Vec<std::path::PathBuf>, StoreError> {
     Ok(paths)
 }
 
+/// The attempts in a trial's folder by their numbers, ascending.
+fn attempts_in(folder: &Path) -> Result<Vec<(u32, AttemptFolder)>, StoreError> {
+    let numbered = |path: std::path::PathBuf| Some((path.file_name()?.to_str()?.strip_prefix("attempt-")?.parse().ok()?, AttemptFolder(path)));
+    let mut attempts: Vec<(u32, AttemptFolder)> = subfolders(folder)?.into_iter().filter_map(numbered).collect();
+    attempts.sort_by_key(|(number, _)| *number);
+    Ok(attempts)
+}
+
 fn read_trial(folder: &Path) -> Result<TrialState, StoreError> {
     let record: TrialRecord = read_json(&folder.join("trial.json"))?;
-    let mut attempts: Vec<(u32, AttemptFolder)> = subfolders(folder)?
-        .into_iter()
-        .filter_map(|path| Some((path.file_name()?.to_str()?.strip_prefix("attempt-")?.parse().ok()?, AttemptFolder(path))))
-        .collect();
-    attempts.sort_by_key(|(number, _)| *number);
+    let attempts = attempts_in(folder)?;
     let mut ended: Option<AttemptRecord> = None;
     for (number, attempt) in &attempts {
         if let Some(this) = read_attempt(&record, *number, attempt)? {

@@ -95,7 +95,7 @@ impl Progress {
                 let verb = if *resumed { "goes on, with" } else { "has" };
                 vec![line(Tone::Plain, "sweep", format!("{sweep}: run {run} {verb} {configurations} {noun}"))]
             }
-            EventKind::Notice { text } => vec![line(Tone::Note, "note", text)],
+            EventKind::Notice { text } | EventKind::Remark { text } => vec![line(Tone::Note, "note", text)],
             EventKind::TrialStarted { trial, configuration, label, purpose, block_size, repeat, attempt, budget_bytes } => {
                 self.failed.remove(trial);
                 if *purpose == Purpose::Probe {

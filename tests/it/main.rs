@@ -8,6 +8,7 @@ mod nvml;
 mod plan;
 mod report;
 mod run;
+mod run_chaos;
 mod run_endings;
 mod run_processes;
 mod schema;

@@ -26,6 +26,10 @@ fn notices(world: &World) -> Vec<String> {
     world.state().notices
 }
 
+fn remarks(world: &World) -> Vec<String> {
+    world.state().remarks
+}
+
 /// Case 36 among them: 2048 is above the model's positions and never probed.
 #[test]
 fn a_sweep_finds_block_sizes_and_trains_at_them() {
@@ -229,6 +233,28 @@ fn a_trial_that_saves_its_state_is_run_again() {
     assert_eq!(world.begun(), ["train 64 #1", "train 64 #2"]);
 }
 
+/// `sweep` is killed after the last trial and before the report: the next one runs nothing and makes it.
+#[test]
+fn a_run_killed_before_its_report_gets_it_from_the_next() {
+    let world = World::new(&trainings(2));
+    world.run(&[]).with_code(0);
+    let run = world.newest();
+    let page = run.report().join("report.html");
+    let whole = fs::read(&page).unwrap();
+    let events = fs::read_to_string(run.events()).unwrap();
+    let cut = events.trim_end().rfind('\n').unwrap() + 1;
+    for (cut, report) in [(cut, true), (cut, false), (events.len(), false)] {
+        fs::write(run.events(), &events[..cut]).unwrap();
+        if !report {
+            fs::remove_dir_all(run.report()).unwrap();
+        }
+        world.run(&[]).with_code(0);
+        assert_eq!((world.newest(), world.begun().len()), (run.clone(), 2));
+        assert_eq!(fs::read(&page).unwrap(), whole);
+    }
+    world.run(&["--resume"]).with_code(4);
+}
+
 /// Case 5: events cut to nothing, and a record damaged in the middle.
 #[test]
 fn lost_events_lose_no_trial() {
@@ -250,8 +276,24 @@ fn lost_events_lose_no_trial() {
     fs::write(&events, whole.replacen("{\"at\"", "{at", 2).replacen("{at", "{\"at\"", 1)).unwrap();
     fs::remove_dir_all(world.newest().trial(&first)).unwrap();
     world.run(&["--resume"]).with_code(0);
-    assert!(notices(&world).iter().any(|text| text.starts_with("events.jsonl line 2 cannot be read")), "{:?}", notices(&world));
+    assert!(remarks(&world).iter().any(|text| text.starts_with("events.jsonl line 2 cannot be read")), "{:?}", remarks(&world));
     assert_eq!(world.begun().len(), 5);
+}
+
+/// Case 5, for the trials' own folders: a description that was cut to nothing when the machine went down is written again, and its trial runs again.
+#[test]
+fn a_damaged_trial_folder_runs_again_in_an_attempt_of_its_own() {
+    let world = World::new(&trainings(2));
+    world.run(&[]).with_code(0);
+    let run = world.newest();
+    let damaged = world.state().trials.keys().next().unwrap().clone();
+    fs::write(run.trial_record(&damaged), "").unwrap();
+    let ended = world.run(&["--resume"]).with_code(0);
+    assert!(ended.stdout.contains("A trial runs again, its folder is damaged:"), "{}", ended.stdout);
+    assert_eq!(world.begun().len(), 3);
+    assert_eq!(world.begun()[2], "train 64 #2");
+    assert_eq!(world.state().trials[&damaged].attempts, 2);
+    world.run(&["--resume"]).with_code(4);
 }
 
 /// Case 7: the disk is full in the middle of a run.
@@ -447,7 +489,7 @@ fn a_run_of_another_machine_is_taken_over_by_force_alone() {
     world.run(&["--force-unlock"]).with_code(0);
     assert_eq!(world.begun().len(), 2);
     let cut_off = format!("The sweep that worked on it before was cut off (process {} on elsewhere.example", killed.id());
-    assert!(notices(&world).iter().any(|text| text.starts_with(&cut_off)), "{:?}", notices(&world));
+    assert!(remarks(&world).iter().any(|text| text.starts_with(&cut_off)), "{:?}", remarks(&world));
     assert_eq!(fs::read_to_string(&lock).unwrap(), "", "nobody works in it");
 }
 
@@ -464,7 +506,7 @@ fn a_changed_sweep_says_what_differs() {
     }
     let old = world.newest();
     world.run(&[]).with_code(0);
-    assert!(notices(&world)[0].starts_with("Another run starts, because the sweep differs"), "{:?}", notices(&world));
+    assert!(remarks(&world)[0].starts_with("Another run starts, because the sweep differs"), "{:?}", remarks(&world));
     assert_ne!(world.newest(), old);
 
     fs::write(world.path("sweep.toml"), format!("{TWO_CASES}# a remark\n")).unwrap();
@@ -503,7 +545,7 @@ fn a_time_limit_finishes_what_runs_and_the_rest_runs_later() {
     let run = world.start(&[]);
     let announced = || {
         let events = read_json_lines::<Event>(&world.newest().events()).unwrap().records;
-        events.iter().any(|event| matches!(&event.kind, EventKind::Notice { text } if text.contains("its sweep_timeout is over")))
+        events.iter().any(|event| matches!(&event.kind, EventKind::Remark { text } if text.contains("its sweep_timeout is over")))
     };
     wait_until("the first trial runs and the time is over", || world.log().len() == 1 && announced());
     fs::write(&go, "").unwrap();

@@ -147,7 +147,7 @@ fn what_outlives_run_and_supervisor_is_ended_by_the_next_run() {
     wait_until("the trial is gone", || gone(&processes[..2]));
     family.world.run(&[]).with_code(0);
     assert!(gone(&processes), "{processes:?}");
-    assert!(family.world.state().notices.iter().any(|text| text.starts_with("Processes that the last sweep")), "{:?}", family.world.state().notices);
+    assert!(family.world.state().remarks.iter().any(|text| text.starts_with("Processes that the last sweep")), "{:?}", family.world.state().remarks);
 }
 
 /// Case 13, first half: the trial depends on no thread, only on the other end of the socket.
