@@ -234,7 +234,13 @@ fn configuration(architecture: &Architecture, original: Option<Map<String, Value
         Architecture::Llama(sizes) => llama(sizes),
     };
     let Value::Object(sizes) = sizes else { return config };
-    config.extend(sizes);
+    // The original may know the activation by another name.
+    let known = |key: &str, config: &Map<String, Value>| ["activation_function", "hidden_act"].contains(&key) && config.contains_key(key);
+    sizes.into_iter().for_each(|(key, value)| {
+        if !known(&key, &config) {
+            config.insert(key, value);
+        }
+    });
     config.insert("dtype".to_owned(), json!("float32"));
     if is_new {
         // transformers' own defaults are tokens of the published models' vocabularies.

@@ -341,7 +341,9 @@ impl<'a> Trainer<'a> {
         {
             self.outcome.diverged = Some(format!("the evaluation loss is {} after the last step", evaluation.loss.0));
         }
-        if let Some(folder) = &self.shared.config.request.save_model {
+        if let Some(folder) = &self.shared.config.request.save_model
+            && self.outcome.diverged.is_none()
+        {
             self.tell(|reporter| reporter.phase("save"))?;
             let request = &self.shared.config.request;
             export::save_model(&mut self.engine, &request.model, &request.data.train, folder)?;

@@ -8,12 +8,14 @@ use safetensors::SafeTensors;
 
 use super::*;
 use crate::data::{self, Hub};
-use crate::protocol::{LlamaConfig, ResolvedModel};
+use crate::protocol::{Gpt2Config, LlamaConfig, ResolvedModel};
 use crate::spec::presets::preset;
 use crate::spec::settings::{
-    AttnImplementation, AutoWrapPolicy, DType, FsdpSettings, Init, MixedPrecision, ModelConfigOverrides, ModelSettings, ShardingStrategy,
+    AttnImplementation, AutoWrapPolicy, DType, Dataset, FsdpSettings, Init, MixedPrecision, ModelConfigOverrides, ModelSettings, ShardingStrategy,
+    Tokenizer,
 };
 use crate::train::fsdp::{Batch, EngineOptions, FullyShardedDataParallel, RankContext, run_ranks};
+use crate::train::memory;
 use crate::train::weights::{self, RandomWeights, SafetensorsWeights};
 
 fn gold(name: &str) -> PathBuf {
@@ -226,6 +228,144 @@ fn every_layout_of_files_gives_the_same_weights() {
             use crate::train::fsdp::WeightSource;
             let read = |weights: &SafetensorsWeights| weights.read(name, view.shape(), 0..view.shape().iter().product()).unwrap();
             assert_eq!(read(&whole), read(&bare), "{name}");
+        }
+    }
+}
+
+/// A folder of larger references, which are not part of this repository.
+#[expect(clippy::print_stderr, reason = "says why a test did nothing")]
+fn larger_references() -> Option<PathBuf> {
+    let folder = std::env::var_os("SWEEP_GOLD").map(PathBuf::from);
+    if folder.is_none() {
+        eprintln!("skipped: SWEEP_GOLD names no folder with models/, golden/, text/ and tokenizer/");
+    }
+    folder
+}
+
+/// Folders as transformers wrote them: whole and in several files, half precision, keys as on the hub, `config.json` of transformers 4 and 5.
+#[test]
+fn every_folder_of_the_references_gives_their_logits() {
+    let Some(gold) = larger_references() else { return };
+    let mut checked = 0;
+    for entry in std::fs::read_dir(gold.join("models")).unwrap() {
+        let folder = entry.unwrap().path();
+        let name = folder.file_name().unwrap().to_str().unwrap();
+        let base = ["-sharded", "-fp16", "-hublayout"].iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(name);
+        let reference = Reference::open(&gold.join("golden").join(format!("{base}.safetensors")));
+        let model = resolve(&folder);
+        let (logits, gradients) = compare(&model, AttentionKind::Flash, &reference, 2, &fsdp());
+        if name.ends_with("-fp16") {
+            assert!(logits < 0.01, "{name}: logits off by {logits:.2e}");
+        } else {
+            assert!(logits < 1e-5 && gradients < 1e-6, "{name}: logits off by {logits:.2e}, gradients by {gradients:.2e}");
+        }
+        if folder.join("config_v4.json").exists() {
+            let other = tempfile::tempdir().unwrap();
+            std::fs::copy(folder.join("config_v4.json"), other.path().join("config.json")).unwrap();
+            std::fs::copy(folder.join("model.safetensors"), other.path().join("model.safetensors")).unwrap();
+            assert_eq!(resolve(other.path()).architecture, model.architecture, "{name}");
+        }
+        checked += 1;
+    }
+    assert!(checked >= 8, "only {checked} folders");
+}
+
+/// Evaluation losses of real text, from the text itself to the perplexity.
+#[test]
+fn perplexities_of_real_text_are_transformers() {
+    let Some(gold) = larger_references() else { return };
+    let world = tempfile::tempdir().unwrap();
+    let hub = Hub::new("/nowhere", "http://127.0.0.1:1", None, true);
+    let text = |name: &str| gold.join("text").join(name).display().to_string();
+    let settings = crate::spec::load("t.toml", "[model]\nid = \"gpt2-tiny\"\n", &Default::default(), &Default::default()).unwrap();
+    let mut data = settings.rows.get(0).unwrap().settings.data;
+    data.dataset = Dataset::Files { train: text("wiki.valid.raw"), eval: Some(text("wiki.test.raw")) };
+    data.tokenizer = Some(Tokenizer::Source(gold.join("tokenizer/tiny1024").display().to_string()));
+    let model = settings.rows.get(0).unwrap().settings.model;
+    let prepared = data::prepare(&data, &model, &hub, &data::Cache::at(world.path())).unwrap().data;
+    let all = data::load(&prepared, data::Split::Eval, 64, data.packing).unwrap();
+    let references: serde_json::Value = serde_json::from_slice(&std::fs::read(gold.join("golden/eval.json")).unwrap()).unwrap();
+    assert_eq!(all.count() as u64, references["blocks_total"].as_u64().unwrap());
+    let blocks = data::Blocks::cut((0..references["blocks_used"].as_u64().unwrap()).flat_map(|row| all.row(row as usize).to_vec()).collect(), 64);
+    for name in ["tiny-gpt2", "tiny-gpt2-perturbed", "tiny-llama"] {
+        let model = resolve(&gold.join("models").join(name));
+        let source = weights::open(&model, 0).unwrap();
+        let evaluation = ranks(2, |context| {
+            let network = build(&model.architecture, AttentionKind::Flash);
+            let mut engine = FullyShardedDataParallel::new(context, network, &fsdp(), &EngineOptions::default(), &*source)?;
+            Ok(crate::train::eval::evaluate(&mut engine, &blocks, 8)?.unwrap())
+        })
+        .swap_remove(0);
+        let want = |key: &str| references[name][key].as_f64().unwrap();
+        assert!((evaluation.loss.0 - want("loss")).abs() < 1e-6, "{name}: {} against {}", evaluation.loss.0, want("loss"));
+        assert!((evaluation.perplexity.0 / want("perplexity") - 1.0).abs() < 1e-6, "{name}: {:?}", evaluation.perplexity);
+    }
+}
+
+/// A model that writes down how much more its rank holds after its forward pass than before it.
+struct Weighed {
+    model: Arc<dyn Model>,
+    held: std::sync::Mutex<u64>,
+}
+
+impl Model for Weighed {
+    fn modules(&self) -> &ModuleTree {
+        self.model.modules()
+    }
+
+    fn block_class(&self) -> &'static str {
+        self.model.block_class()
+    }
+
+    fn block(&self, index: usize, hidden: Tensor<2>, sequences: Sequences, scope: &dyn Scope) -> Tensor<2> {
+        self.model.block(index, hidden, sequences, scope)
+    }
+
+    fn forward(&self, ids: &[u32], sequences: Sequences, scope: &dyn Scope) -> Tensor<2> {
+        let held = || memory::current().unwrap().usage().allocated;
+        let before = held();
+        let logits = self.model.forward(ids, sequences, scope);
+        *self.held.lock().unwrap() = held() - before;
+        logits
+    }
+}
+
+/// What a block keeps for backward: its norms' and projections' inputs, queries, keys and values, and the inputs of the activation, but not what the
+/// activation makes of them.
+#[test]
+fn blocks_keep_little_for_backward() {
+    let kept = |architecture: &Architecture, settings: &FsdpSettings| {
+        let accounts = memory::Accounts::new(1).unwrap();
+        let account = accounts.rank(0);
+        let source = RandomWeights::new(architecture, 3);
+        let body = |context| {
+            let model = Arc::new(Weighed { model: build(architecture, AttentionKind::Flash), held: Default::default() });
+            let mut engine = FullyShardedDataParallel::new(context, model.clone(), settings, &EngineOptions::default(), &source)?;
+            let batch = Batch { ids: (0..4 * 64).collect(), scored: None, rows: 4, block_size: 64 };
+            engine.forward_backward(&batch, 1.0, true)?;
+            let held = *model.held.lock().unwrap();
+            Ok(held)
+        };
+        run_ranks(1, 1, &Device::flex(), move |_| account.adopt_thread(), body).unwrap()[0]
+    };
+    let llama = |num_hidden_layers| Architecture::Llama(LlamaConfig { num_hidden_layers, ..tiny_llama() });
+    let gpt2 = |n_layer| Architecture::Gpt2(Gpt2Config { vocab_size: 1024, n_positions: 128, n_embd: 64, n_layer, n_head: 2, ..Gpt2Config::DEFAULT });
+    let tokens = 4 * 64;
+    for (one, three, numbers) in [
+        // Four of the width, queries, the attention's output, keys and values, gate and up.
+        (llama(1), llama(3), 4 * 64 + 2 * 64 + 2 * 32 + 2 * 172),
+        // Four of the width, queries, keys and values, the attention's output, the MLP's inside.
+        (gpt2(1), gpt2(3), 4 * 64 + 3 * 64 + 64 + 4 * 64),
+    ] {
+        for (dtype, bytes) in [(DType::Fp32, 4), (DType::Bf16, 2)] {
+            let settings = FsdpSettings { auto_wrap_policy: AutoWrapPolicy::NoWrap, mixed_precision: MixedPrecision::uniform(dtype), ..fsdp() };
+            let two_layers = kept(&three, &settings) - kept(&one, &settings);
+            let weights = |architecture: &Architecture| build(architecture, AttentionKind::Flash).modules().numel() as u64;
+            // Halves of the weights are made in the forward pass.
+            let halves = if dtype == DType::Fp32 { 0 } else { (weights(&three) - weights(&one)) * bytes };
+            let want = 2 * tokens * numbers * bytes + halves;
+            // Statistics of norms and softmax, and the graph's own tables.
+            assert!((want..want + 32 * 1024).contains(&two_layers), "{one:?} in {dtype:?}: {two_layers} bytes, where {want} are expected");
         }
     }
 }

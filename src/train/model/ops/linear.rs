@@ -19,6 +19,7 @@ pub enum WeightLayout {
 }
 
 /// What a linear layer multiplies. Whatever an activation makes is computed again in backward rather than kept.
+#[expect(clippy::large_enum_variant, reason = "it is taken apart as soon as it is made")]
 pub enum LinearInput {
     /// `x`. Keeps it.
     Plain(Tensor<2>),
