@@ -110,6 +110,7 @@ fn planned(plan: &SweepPlan, problems: &[Problem]) -> PlannedSweep {
         search: plan.search.clone(),
         checkpoint: plan.checkpoint.clone(),
         limits: (&plan.limits).into(),
+        slurm: plan.slurm.clone(),
         telemetry_interval_seconds: plan.telemetry_interval.as_secs_f64(),
         report: plan.report.clone(),
         rows,

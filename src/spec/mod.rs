@@ -15,6 +15,7 @@ pub mod presets;
 mod read;
 mod schema;
 pub mod settings;
+pub mod slurm;
 #[cfg(test)]
 mod tests;
 mod unbuilt;
@@ -116,6 +117,7 @@ fn resolve(file_name: &str, text: &str, overlays: &Overlays, surroundings: &Surr
         search,
         checkpoint: sweep.checkpoint,
         limits: sweep.limits,
+        slurm: sweep.slurm,
         telemetry_interval: sweep.telemetry_interval,
         report: ReportSettings { price_per_device_hour: sweep.price_per_device_hour },
         profiles: profiles.into_iter().map(|(name, _)| name.clone()).collect(),

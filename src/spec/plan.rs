@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::expand::Expansion;
 use super::settings::Settings;
+use super::slurm::SlurmSettings;
 
 /// A sweep file, resolved: every row of its tables and everything the run needs to know. Nothing has been fetched or looked up yet.
 #[derive(Clone, Debug, PartialEq)]
@@ -27,6 +28,8 @@ pub struct SweepPlan {
     pub checkpoint: CheckpointSettings,
     /// `[limits]`
     pub limits: Limits,
+    /// `[slurm]`
+    pub slurm: SlurmSettings,
     /// `[telemetry] interval`
     pub telemetry_interval: Duration,
     /// `[report]`

@@ -242,7 +242,7 @@ impl Reader {
             if path.starts_with("search.") {
                 layer.search = Some(origin.clone());
             }
-            let list_of_values = matches!(value.get_ref(), DeValue::Array(_)) && KEYS[key].kind != Kind::BlockSizes;
+            let list_of_values = matches!(value.get_ref(), DeValue::Array(_)) && !KEYS[key].kind.is_list();
             if list_of_values && self.argument.is_some() && KEYS[key].varies() {
                 layer.lists.extend(self.axis(key, &origin, value, mistakes));
             } else if list_of_values {

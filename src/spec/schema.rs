@@ -8,6 +8,7 @@ use toml::de::DeValue;
 
 use super::plan::{CheckpointSettings, Limits};
 use super::settings::*;
+use super::slurm::SlurmSettings;
 use super::value::{Bounds, Kind, LEAST_BLOCK_SIZE, Value};
 
 /// A key of the sweep file.
@@ -57,6 +58,7 @@ pub(crate) struct Sweep {
     pub(crate) probe_steps: u64,
     pub(crate) checkpoint: CheckpointSettings,
     pub(crate) limits: Limits,
+    pub(crate) slurm: SlurmSettings,
     pub(crate) telemetry_interval: Duration,
     pub(crate) price_per_device_hour: Option<f64>,
 }
@@ -212,6 +214,22 @@ pub(crate) static KEYS: &[Key] = &[
     sweep("limits.jobs", Kind::Integer(1), None, "trials at a time", |s, v| s.limits.jobs = Some(v.count())),
     sweep("limits.sweep_timeout", Kind::Duration(1), None, "longest time of the whole run", |s, v| s.limits.sweep_timeout = Some(v.duration())),
 
+    sweep("slurm.partition", Kind::Line, None, "where jobs queue", |s, v| s.slurm.partition = Some(v.text())),
+    sweep("slurm.account", Kind::Line, None, "which account pays", |s, v| s.slurm.account = Some(v.text())),
+    sweep("slurm.qos", Kind::Line, None, "quality of service", |s, v| s.slurm.qos = Some(v.text())),
+    sweep("slurm.constraint", Kind::Line, None, "features that nodes must have", |s, v| s.slurm.constraint = Some(v.text())),
+    sweep("slurm.time", Kind::Duration(60_000), None, "time limit of one attempt", |s, v| s.slurm.time = Some(v.duration())),
+    sweep("slurm.nodes", Kind::Integer(1), Some("1"), "nodes of one trial", |s, v| s.slurm.nodes = v.count()),
+    sweep("slurm.gpus_per_node", Kind::Integer(1), None, "GPUs on each node; one for each rank by default where ranks compute on GPUs", |s, v| s.slurm.gpus_per_node = Some(v.count())),
+    sweep("slurm.cpus_per_task", Kind::Integer(1), None, "cores on each node; one for each rank by default", |s, v| s.slurm.cpus_per_task = Some(v.count())),
+    sweep("slurm.mem", Kind::Size, None, "memory on each node", |s, v| s.slurm.mem = Some(v.size())),
+    sweep("slurm.setup", Kind::Lines, None, "shell lines that run before each attempt", |s, v| s.slurm.setup = v.lines()),
+    sweep("slurm.array_limit", Kind::Integer(1), None, "trials of one job array that run at a time", |s, v| s.slurm.array_limit = Some(v.count())),
+    sweep("slurm.signal_before", Kind::Duration(1_000), Some("\"2m\""), "how long before the time limit a trial is told to save its state", |s, v| s.slurm.signal_before = v.duration()),
+    sweep("slurm.poll_interval", Kind::Duration(100), Some("\"15s\""), "time between two looks at the queue", |s, v| s.slurm.poll_interval = v.duration()),
+    sweep("slurm.file_delay", Kind::Duration(0), Some("\"30s\""), "how long a file written on a node may take to be seen here", |s, v| s.slurm.file_delay = v.duration()),
+    sweep("slurm.options", Kind::SbatchOptions, None, "more options of sbatch", |s, v| s.slurm.options = v.sbatch_options()),
+
     sweep("telemetry.interval", Kind::Duration(10), Some("\"200ms\""), "time between samples", |s, v| s.telemetry_interval = v.duration()),
 
     sweep("report.control", Kind::Text, None, "as sweep.control", |s, v| s.control = Some(v.text())),
@@ -348,6 +366,7 @@ impl Sweep {
                 jobs: None,
                 sweep_timeout: None,
             },
+            slurm: SlurmSettings::default(),
             telemetry_interval: Duration::ZERO,
             price_per_device_hour: None,
         };
@@ -430,6 +449,9 @@ mod tests {
             Kind::Size => vec!["\"16GiB\"".to_owned(), "\"1.5 GB\"".to_owned()],
             Kind::Duration(_) => vec!["\"4h 10m\"".to_owned()],
             Kind::BlockSizes => vec!["[64, 128]".to_owned()],
+            Kind::Line => vec!["\"gpu\"".to_owned()],
+            Kind::Lines => vec!["[]".to_owned(), "[\"module load cuda\"]".to_owned()],
+            Kind::SbatchOptions => vec!["{ exclusive = true, mail-type = \"END\", nice = 100 }".to_owned()],
             Kind::Text | Kind::Regex => vec!["\"h.0\"".to_owned()],
             Kind::Tokenizer => vec!["\"gpt2\"".to_owned(), "{ train_bpe = 512 }".to_owned()],
             Kind::MixedPrecision => vec!["\"bf16\"".to_owned(), "{ reduce_dtype = \"fp16\" }".to_owned()],

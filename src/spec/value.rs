@@ -9,6 +9,7 @@ use toml::de::{DeFloat, DeInteger, DeTable, DeValue};
 
 use super::mistakes::{list, nearest};
 use super::settings::{DType, Dataset, MixedPrecision, ReshardAfterForward, Tokenizer};
+use super::slurm::{self, SbatchOption};
 
 /// What a key accepts.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -21,6 +22,12 @@ pub(crate) enum Kind {
     Number(Bounds),
     /// Any text but the empty one.
     Text,
+    /// Text that fits on one line.
+    Line,
+    /// Lines of a shell script.
+    Lines,
+    /// Options of `sbatch`.
+    SbatchOptions,
     /// One of these names.
     Choice(&'static [&'static str]),
     /// Bytes, written as text with a unit.
@@ -59,6 +66,8 @@ pub(crate) enum Value {
     Size(u64),
     Duration(Duration),
     Integers(Vec<u64>),
+    Lines(Vec<String>),
+    SbatchOptions(Vec<SbatchOption>),
     Dataset(Dataset),
     Tokenizer(Tokenizer),
     MixedPrecision(MixedPrecision),
@@ -74,11 +83,11 @@ pub(crate) struct Refused {
 }
 
 impl Refused {
-    fn new(span: Range<usize>, message: impl Into<String>) -> Self {
+    pub(super) fn new(span: Range<usize>, message: impl Into<String>) -> Self {
         Self { span, message: message.into(), help: Vec::new() }
     }
 
-    fn help(mut self, help: impl Into<String>) -> Self {
+    pub(super) fn help(mut self, help: impl Into<String>) -> Self {
         self.help.push(help.into());
         self
     }
@@ -105,6 +114,8 @@ impl Value {
     accessor!(size, Size, u64, value => *value);
     accessor!(duration, Duration, Duration, value => *value);
     accessor!(integers, Integers, &[u64], value => value);
+    accessor!(lines, Lines, Vec<String>, value => value.clone());
+    accessor!(sbatch_options, SbatchOptions, Vec<SbatchOption>, value => value.clone());
     accessor!(dataset, Dataset, Dataset, value => value.clone());
     accessor!(tokenizer, Tokenizer, Tokenizer, value => value.clone());
     accessor!(mixed_precision, MixedPrecision, MixedPrecision, value => *value);
@@ -120,6 +131,11 @@ impl Value {
 pub(crate) const LEAST_BLOCK_SIZE: u64 = 2;
 
 impl Kind {
+    /// Whether one value of this kind is a list.
+    pub(crate) fn is_list(self) -> bool {
+        matches!(self, Self::BlockSizes | Self::Lines)
+    }
+
     /// What is accepted, to follow "expected".
     pub(crate) fn expected(self) -> String {
         match self {
@@ -130,7 +146,9 @@ impl Kind {
             Self::Number(Bounds::Positive) => "a number above 0".to_owned(),
             Self::Number(Bounds::NonNegative) => "a number of at least 0".to_owned(),
             Self::Number(Bounds::BelowOne) => "a number from 0 to below 1".to_owned(),
-            Self::Text => "text in quotes".to_owned(),
+            Self::Text | Self::Line => "text in quotes".to_owned(),
+            Self::Lines => "a list of lines of a shell script, each in quotes".to_owned(),
+            Self::SbatchOptions => "a table of options of sbatch, such as { exclusive = true, mail-type = \"END\" }".to_owned(),
             Self::Choice(names) => format!("one of {}", names.iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ")),
             Self::Size => "a size with its unit in quotes, such as \"16GiB\"".to_owned(),
             Self::Duration(least) => {
@@ -162,6 +180,9 @@ impl Kind {
             (Self::Number(bounds), DeValue::Integer(value)) => number(value.as_str().parse().ok().filter(|_| value.radix() == 10), bounds, &span),
             (Self::Number(bounds), DeValue::Float(value)) => number(float(value), bounds, &span),
             (Self::Text, DeValue::String(value)) => text(value, &span).map(Value::Text),
+            (Self::Line, DeValue::String(value)) => slurm::line(value, &span).map(Value::Text),
+            (Self::Lines, DeValue::Array(values)) => slurm::read_lines(values).map(Value::Lines),
+            (Self::SbatchOptions, DeValue::Table(table)) => slurm::read_options(table).map(Value::SbatchOptions),
             (Self::Regex, DeValue::String(value)) => match regex::Regex::new(value) {
                 Ok(_) => text(value, &span).map(Value::Text),
                 Err(error) => Err(Refused::new(span, "not a regular expression").help(error.to_string().lines().last().unwrap_or_default().trim())),
@@ -228,7 +249,9 @@ impl Kind {
                 Some(value) if value.fract() == 0.0 && (0.0..1e15).contains(&value) => refused.help(format!("write {value:.0}")),
                 _ => refused,
             },
-            (Self::Text | Self::Choice(_), DeValue::Integer(_) | DeValue::Float(_) | DeValue::Boolean(_)) => refused.help("put it in quotes"),
+            (Self::Text | Self::Line | Self::Choice(_), DeValue::Integer(_) | DeValue::Float(_) | DeValue::Boolean(_)) => {
+                refused.help("put it in quotes")
+            }
             (Self::Size, DeValue::Integer(number)) => refused.help(format!("bytes are written \"{}B\"", number.as_str())),
             (Self::Duration(_), DeValue::Integer(number)) => refused.help(format!("seconds are written \"{}s\"", number.as_str())),
             _ => refused,
@@ -422,6 +445,8 @@ impl fmt::Display for Value {
                 None => write!(formatter, "{bytes}B"),
             },
             Self::Duration(value) => humantime::format_duration(*value).fmt(formatter),
+            Self::Lines(lines) => write!(formatter, "{lines:?}"),
+            Self::SbatchOptions(options) => formatter.write_str(&options.iter().map(|option| option.name.as_str()).collect::<Vec<_>>().join(", ")),
             Self::Integers(values) => write!(formatter, "{values:?}"),
             Self::Dataset(Dataset::Hub(name)) => name.fmt(formatter),
             Self::Dataset(Dataset::Files { train, .. } | Dataset::TokenBlocks { train, .. }) => train.fmt(formatter),

@@ -10,6 +10,7 @@ use serde_json::Value;
 use crate::format;
 use crate::spec::plan::{BlockSizeSearch, CheckpointSettings, Limits, ReportSettings};
 use crate::spec::settings::Settings;
+use crate::spec::slurm::SlurmSettings;
 use crate::trial::{ConfigurationId, Purpose, TrialId};
 
 /// A plan as it is shown.
@@ -33,6 +34,8 @@ pub struct PlannedSweep {
     pub checkpoint: CheckpointSettings,
     /// `[limits]`
     pub limits: PlannedLimits,
+    /// `[slurm]`
+    pub slurm: SlurmSettings,
     /// `[telemetry] interval`
     pub telemetry_interval_seconds: f64,
     /// `[report]`

@@ -5,6 +5,7 @@ mod expansion;
 mod identity;
 mod mistakes;
 mod overlays;
+mod slurm;
 
 use super::plan::{Row, SweepPlan};
 use super::*;
