@@ -112,6 +112,8 @@ fn prepare(world: &Path) -> Result<(RunManifest, Work), Box<dyn std::error::Erro
         limits: manifest.limits.clone(),
         fail_fast: false,
         machine: Machine { cores: vec![0], memory_bytes: u64::MAX },
+        cluster: None,
+        adopted: Default::default(),
         known: Default::default(),
         lost: Default::default(),
         recovered: Vec::new(),

@@ -129,6 +129,7 @@ fn sweep(shape: &Shape) -> Result<Measured, Box<dyn Error>> {
             description: String::new(),
         },
         cores: vec![0, 1],
+        placement: None,
         checkpoint: None,
         save_model: None,
     };

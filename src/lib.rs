@@ -10,6 +10,7 @@ pub mod data;
 pub mod error;
 pub mod event;
 pub mod format;
+pub mod place;
 pub mod protocol;
 pub mod report;
 pub mod run;

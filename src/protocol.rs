@@ -122,6 +122,9 @@ pub struct TrialRequest {
     pub data: PreparedData,
     /// CPU cores each rank may compute on; empty: as many threads as the machine has cores, shared evenly.
     pub cores: Vec<usize>,
+    /// How its ranks are spread over machines; absent: all of them in one process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placement: Option<Placement>,
     /// Where and when state is saved, and where an earlier attempt may have left some to go on from; `None`: nothing is saved, every attempt starts afresh.
     #[serde(default)]
     pub checkpoint: Option<CheckpointRequest>,
@@ -140,6 +143,17 @@ pub struct CheckpointRequest {
     pub save_steps: Option<u64>,
     /// How many checkpoints are kept; `None` keeps all.
     pub save_total_limit: Option<usize>,
+}
+
+/// Ranks of one trial on several machines: one process on each node, which holds the ranks of that node. Which node it is, a process learns from its
+/// environment: see [`crate::place`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Placement {
+    /// Machines.
+    pub nodes: usize,
+    /// Ranks on each of them.
+    pub ranks_per_node: usize,
 }
 
 /// A model that was found: its architecture is known and its weights, if any, lie on this machine.

@@ -8,6 +8,10 @@ use serde::{Deserialize, Serialize};
 use crate::format;
 use crate::protocol::{OutOfMemory, TrialEnding, TrialResult};
 
+mod job;
+
+pub use job::{EndedJob, JobEnd, JobState};
+
 /// Identifies a trial: a hash of its canonical resolved parameters and of the contents of model and data. The same on every machine, safe as a
 /// folder name on any file system.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
@@ -229,6 +233,8 @@ pub struct AttemptEnding {
     pub kernel_oom_kill: bool,
     /// Why the results folder takes nothing more, where it does not.
     pub disk_error: Option<String>,
+    /// The SLURM job it ran in, if it did.
+    pub job: Option<EndedJob>,
     /// Why we ended it, if we did.
     pub ended_by: Option<EndedBy>,
     /// Seconds the attempt ran.
@@ -330,6 +336,9 @@ pub fn classify(ending: &AttemptEnding) -> TrialOutcome {
     }
     if let Some(reason) = &ending.disk_error {
         return TrialOutcome::Infrastructure { reason: reason.clone() };
+    }
+    if let Some(outcome) = ending.job.as_ref().and_then(|job| job.outcome(ending.exit_code.is_some(), ending.signal, ending.seconds)) {
+        return outcome;
     }
     let said = || match &ending.result {
         Some(Ok(TrialResult { ending: TrialEnding::Failed { reason } | TrialEnding::Diverged { reason }, .. })) => reason.clone(),

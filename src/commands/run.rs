@@ -1,5 +1,6 @@
 //! `sweep run`
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -230,6 +231,8 @@ fn work(manifest: &RunManifest, configurations: Vec<Configuration>, progress: Pr
         limits: manifest.limits.clone(),
         fail_fast: false,
         machine,
+        cluster: None,
+        adopted: BTreeMap::new(),
         known: progress.known,
         lost: progress.lost,
         recovered: progress.recovered,

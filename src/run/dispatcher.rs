@@ -25,6 +25,20 @@ pub enum Input {
         /// What it said.
         message: Message,
     },
+    /// An attempt waits for its turn on a cluster, for the first time or again: its clocks stand still.
+    Queued {
+        /// Which trial.
+        trial: TrialId,
+        /// Which attempt.
+        attempt: u32,
+    },
+    /// An attempt that waited for its turn runs.
+    Began {
+        /// Which trial.
+        trial: TrialId,
+        /// Which attempt.
+        attempt: u32,
+    },
     /// A sentence for the user from whoever watches an attempt.
     Notice(String),
     /// An attempt ended, or could not begin. Who ended it is the dispatcher's to know.
@@ -151,6 +165,8 @@ struct Running {
     configuration: usize,
     trial: PlannedTrial,
     attempt: u32,
+    /// Whether it waits for its turn on a cluster.
+    queued: bool,
     started: Duration,
     stepped: bool,
     last_progress: Duration,
@@ -205,8 +221,12 @@ impl Dispatcher {
             trials: trials.collect(),
             bounds: bounds.collect(),
             running: BTreeMap::new(),
-            // A processor is one device: without a word from the user it is not shared.
-            leases: Leases::new(&work.machine, work.limits.jobs.unwrap_or(1)),
+            leases: match work.cluster {
+                // Its scheduler shares out what there is.
+                Some(_) => Leases::elsewhere(work.limits.jobs.unwrap_or(usize::MAX)),
+                // A processor is one device: without a word from the user it is not shared.
+                None => Leases::new(&work.machine, work.limits.jobs.unwrap_or(1)),
+            },
             needs: Vec::new(),
             ready: BTreeSet::new(),
             signals: 0,
@@ -216,11 +236,27 @@ impl Dispatcher {
             finished: false,
             work,
         };
+        dispatcher.adopt();
         dispatcher.needs = vec![Need::default(); dispatcher.work.configurations.len()];
         for index in 0..dispatcher.needs.len() {
             dispatcher.look_again(index);
         }
         dispatcher
+    }
+
+    /// Takes the attempts that run already, which an earlier `sweep run` started, as its own.
+    fn adopt(&mut self) {
+        for (index, configuration) in self.work.configurations.iter().enumerate() {
+            for trial in configuration.possible_trials() {
+                let Some(attempt) = self.work.adopted.get(&trial.id).copied() else { continue };
+                if self.leases.take(&trial.id, configuration.memory_bytes()).is_some() {
+                    let progress = self.trials.entry(trial.id.clone()).or_default();
+                    progress.attempts = progress.attempts.max(attempt);
+                    let running = Running { queued: true, ..Running::new(index, trial, attempt, Duration::ZERO) };
+                    self.running.insert(running.trial.id.clone(), running);
+                }
+            }
+        }
     }
 
     /// The work it was given.
@@ -247,6 +283,8 @@ impl Dispatcher {
                     step.events.push(EventKind::Notice { text });
                 }
             }
+            Input::Queued { trial, attempt } => self.turn(&trial, attempt, true, now),
+            Input::Began { trial, attempt } => self.turn(&trial, attempt, false, now),
             Input::Ended { trial, attempt, ending } => self.ended(&trial, attempt, *ending, now, &mut step),
             Input::Signal => self.signal(now, &mut step),
             Input::Tick => self.tick(now, &mut step),
@@ -271,8 +309,32 @@ impl Dispatcher {
             let text = format!("{asked} trials at a time were asked for; {} run, because trials never share a core", self.leases.jobs());
             step.events.push(EventKind::Remark { text });
         }
+        for running in self.running.values() {
+            step.events.push(self.started(running));
+        }
         for index in 0..self.work.configurations.len() {
             self.announce(index, step);
+        }
+    }
+
+    fn started(&self, running: &Running) -> EventKind {
+        let configuration = &self.work.configurations[running.configuration];
+        EventKind::TrialStarted {
+            trial: running.trial.id.clone(),
+            configuration: configuration.id.clone(),
+            label: configuration.label.clone(),
+            purpose: running.trial.purpose,
+            block_size: running.trial.block_size,
+            repeat: running.trial.repeat,
+            attempt: running.attempt,
+            budget_bytes: configuration.settings.device.memory,
+        }
+    }
+
+    /// Its turn came, or is over without an end. Whatever it did before, it is at its beginning again.
+    fn turn(&mut self, trial: &TrialId, attempt: u32, queued: bool, now: Duration) {
+        if let Some(running) = self.running.get_mut(trial).filter(|running| running.attempt == attempt) {
+            (running.queued, running.started, running.stepped, running.last_progress) = (queued, now, false, now);
         }
     }
 
@@ -372,10 +434,9 @@ impl Dispatcher {
         if self.stop.as_ref().is_none_or(|earlier| *earlier < reason) {
             self.stop = Some(reason);
         }
-        if ends_running {
-            for running in self.running.values_mut() {
-                running.end(EndedBy::User, now, step);
-            }
+        // What has not begun is not started any more.
+        for running in self.running.values_mut().filter(|running| ends_running || running.queued) {
+            running.end(EndedBy::User, now, step);
         }
     }
 
@@ -383,11 +444,15 @@ impl Dispatcher {
         let limits = &self.work.limits;
         for running in self.running.values_mut() {
             let ran = now.saturating_sub(running.started);
+            // What waits for its turn takes no time of its own.
+            let waits = running.queued;
             if let Some(asked_at) = running.asked_at {
                 if !running.killed && now.saturating_sub(asked_at) >= limits.grace_period {
                     running.killed = true;
                     step.commands.push(Command::Kill(running.trial.id.clone()));
                 }
+            } else if waits {
+                continue;
             } else if limits.trial_timeout.is_some_and(|limit| ran >= limit) {
                 running.end(EndedBy::TimeLimit, now, step);
             } else {
@@ -424,32 +489,10 @@ impl Dispatcher {
                 progress.attempts += 1;
                 let attempt = progress.attempts;
                 let afresh = std::mem::take(&mut progress.afresh);
-                let configuration = &self.work.configurations[index];
-                step.events.push(EventKind::TrialStarted {
-                    trial: trial.id.clone(),
-                    configuration: configuration.id.clone(),
-                    label: configuration.label.clone(),
-                    purpose: trial.purpose,
-                    block_size: trial.block_size,
-                    repeat: trial.repeat,
-                    attempt,
-                    budget_bytes: configuration.settings.device.memory,
-                });
                 step.commands.push(Command::Spawn(SpawnOrder { configuration: index, trial: trial.clone(), attempt, cores, afresh }));
-                let running = Running {
-                    last_phase: None,
-                    last_step: None,
-                    configuration: index,
-                    attempt,
-                    started: now,
-                    stepped: false,
-                    last_progress: now,
-                    ended_by: None,
-                    asked_at: None,
-                    killed: false,
-                    trial: trial.clone(),
-                };
-                self.running.insert(trial.id, running);
+                let running = Running::new(index, trial, attempt, now);
+                step.events.push(self.started(&running));
+                self.running.insert(running.trial.id.clone(), running);
             }
             if self.needs[index].ready.is_empty() {
                 self.ready.remove(&index);
@@ -612,6 +655,23 @@ impl Running {
         let phase = self.last_phase.as_deref().unwrap_or("none");
         let step = self.last_step.map_or_else(|| "none".to_owned(), |(step, steps)| format!("{step} of {steps}"));
         format!("No progress for {:.1} s. Last phase: {phase}. Last step: {step}.", quiet.as_secs_f64())
+    }
+
+    fn new(configuration: usize, trial: PlannedTrial, attempt: u32, now: Duration) -> Self {
+        Self {
+            configuration,
+            attempt,
+            queued: false,
+            last_phase: None,
+            last_step: None,
+            started: now,
+            stepped: false,
+            last_progress: now,
+            ended_by: None,
+            asked_at: None,
+            killed: false,
+            trial,
+        }
     }
 
     /// Asks the attempt to end, unless it was asked before: the first reason stands.

@@ -11,7 +11,7 @@ use crate::protocol::{
     TrialEnding, TrialResult,
 };
 use crate::run::leases::Machine;
-use crate::run::work::{Candidate, Configuration, KnownTrial, Selection};
+use crate::run::work::{Candidate, Cluster, Configuration, KnownTrial, Selection};
 use crate::spec::plan::Limits;
 use crate::spec::settings::Settings;
 use crate::trial::ConfigurationId;
@@ -102,6 +102,8 @@ fn work(configurations: Vec<Configuration>) -> Work {
         },
         fail_fast: false,
         machine: Machine { cores: vec![0, 1, 2, 3], memory_bytes: 10_000 },
+        cluster: None,
+        adopted: BTreeMap::new(),
         known: BTreeMap::new(),
         lost: BTreeSet::new(),
         recovered: Vec::new(),
@@ -660,4 +662,64 @@ fn the_details_of_out_of_memory_reach_the_event() {
     let details = OutOfMemory { rank: 1, requested_bytes: 20_480, in_use_bytes: 990, budget_bytes: 1000, phase: "backward".into() };
     world.end("a-probe-64", 1, AttemptEnding { out_of_memory: Some(details), ..exited(4) });
     assert_eq!(world.outcomes(), ["a-probe-64: out of device memory: rank 1 asked for 0.02 MiB with 990 B of 1000 B in use (backward)"]);
+}
+
+/// A run of fixed configurations on a cluster, everything that was started in its queue.
+fn on_a_cluster(names: &[&str], limits: impl FnOnce(&mut Work)) -> World {
+    let mut work = work(names.iter().copied().map(fixed).collect());
+    work.cluster = Some(Cluster { nodes: 1 });
+    limits(&mut work);
+    let mut run = World::begin(work);
+    for name in names {
+        run.give(Input::Queued { trial: id(&format!("{name}-train")), attempt: 1 });
+    }
+    run
+}
+
+/// On a cluster everything that is ready goes off at once; what waits for its turn takes no time, and what was requeued begins anew.
+#[test]
+fn clocks_stand_still_in_a_queue() {
+    let mut run = on_a_cluster(&["a", "b", "c", "d", "e", "f"], |_| {});
+    assert_eq!(run.did().len(), 6);
+    run.tick(100_000);
+    run.give(Input::Began { trial: id("a-train"), attempt: 1 });
+    run.tick(100_099);
+    run.give(Input::Queued { trial: id("a-train"), attempt: 1 });
+    run.tick(200_000);
+    run.give(Input::Began { trial: id("a-train"), attempt: 1 });
+    // A word on an attempt that is none.
+    run.give(Input::Began { trial: id("b-train"), attempt: 2 });
+    run.tick(200_099);
+    assert_eq!(run.did(), [""; 0]);
+    run.tick(200_100);
+    assert_eq!(run.did(), ["examine a-train: No progress for 100.0 s. Last phase: none. Last step: none.", "terminate a-train"]);
+}
+
+/// What has not begun does not begin any more after a failure that ends the run, and what runs ends by itself.
+#[test]
+fn what_waits_is_taken_back_when_the_run_stops() {
+    let mut run = on_a_cluster(&["a", "b", "c"], |work| work.fail_fast = true);
+    run.give(Input::Began { trial: id("a-train"), attempt: 1 });
+    run.give(Input::Began { trial: id("b-train"), attempt: 1 });
+    run.did();
+    run.end("a-train", 1, exited(3));
+    assert_eq!(run.did(), ["terminate c-train"]);
+}
+
+/// Attempts that an earlier `sweep run` left running are this one's: they are not started again.
+#[test]
+fn attempts_that_run_already_are_adopted() {
+    let mut resumed = work(vec![fixed("a"), searched("b", &[64, 128]), fixed("c")]);
+    resumed.cluster = Some(Cluster { nodes: 1 });
+    resumed.adopted = BTreeMap::from([(id("a-train"), 2), (id("b-probe-128"), 1)]);
+    resumed.known = BTreeMap::from([(id("a-train"), KnownTrial { attempts: 2, outcome: None, afresh: false })]);
+    let mut run = World::begin(resumed);
+    assert_eq!(run.did(), ["spawn c-train #1"]);
+    assert_eq!(run.events.iter().filter(|event| matches!(event, EventKind::TrialStarted { .. })).count(), 3);
+    run.give(Input::Began { trial: id("a-train"), attempt: 2 });
+    run.give(Input::Message { trial: id("a-train"), attempt: 2, message: Message { at: Timestamp::now(), kind: training_step() } });
+    run.end("a-train", 2, exited(75));
+    assert_eq!(run.did(), ["spawn a-train #3"]);
+    run.end("b-probe-128", 1, done());
+    assert_eq!(run.did(), ["spawn b-train-128 #1"]);
 }

@@ -32,6 +32,8 @@ impl Machine {
 pub(super) struct Leases {
     /// Cores of each slot.
     slots: Vec<Vec<usize>>,
+    /// Trials at a time where another shares out the machines they run on: then no core and no memory of this one is lent.
+    elsewhere: Option<usize>,
     memory_bytes: u64,
     held: BTreeMap<TrialId, Lease>,
 }
@@ -48,17 +50,28 @@ impl Leases {
         let jobs = jobs.clamp(1, machine.cores.len().max(1));
         let share = machine.cores.len() / jobs;
         let slots = (0..jobs).map(|job| machine.cores[job * share..(job + 1) * share].to_vec()).collect();
-        Self { slots, memory_bytes: machine.memory_bytes, held: BTreeMap::new() }
+        Self { slots, elsewhere: None, memory_bytes: machine.memory_bytes, held: BTreeMap::new() }
+    }
+
+    /// For trials that run elsewhere, at most `jobs` at a time.
+    pub(super) fn elsewhere(jobs: usize) -> Self {
+        Self { slots: Vec::new(), elsewhere: Some(jobs.max(1)), memory_bytes: 0, held: BTreeMap::new() }
     }
 
     /// Trials at a time.
     pub(super) fn jobs(&self) -> usize {
-        self.slots.len()
+        self.elsewhere.unwrap_or(self.slots.len())
     }
 
     /// Lends cores and `memory_bytes` to `trial` and returns the cores; `None` where that must wait for another trial's end. What is larger than the host
     /// runs alone.
     pub(super) fn take(&mut self, trial: &TrialId, memory_bytes: u64) -> Option<Vec<usize>> {
+        if let Some(jobs) = self.elsewhere {
+            return (self.held.len() < jobs).then(|| {
+                self.held.insert(trial.clone(), Lease { slot: 0, memory_bytes: 0 });
+                Vec::new()
+            });
+        }
         let slot = (0..self.slots.len()).find(|slot| self.held.values().all(|lease| lease.slot != *slot))?;
         let in_use: u64 = self.held.values().map(|lease| lease.memory_bytes).sum();
         if !self.held.is_empty() && in_use.saturating_add(memory_bytes) > self.memory_bytes {
@@ -98,6 +111,16 @@ mod tests {
         let machine = Machine { cores: vec![0, 1], memory_bytes: 100 };
         assert_eq!(Leases::new(&machine, 1).take(&id("a"), 0), Some(vec![0, 1]));
         assert_eq!(Leases::new(&machine, 8).jobs(), 2);
+    }
+
+    #[test]
+    fn elsewhere_only_the_number_counts() {
+        let mut leases = Leases::elsewhere(2);
+        assert_eq!(leases.take(&id("a"), u64::MAX), Some(vec![]));
+        assert_eq!(leases.take(&id("b"), u64::MAX), Some(vec![]));
+        assert_eq!(leases.take(&id("c"), 0), None);
+        leases.give_back(&id("a"));
+        assert_eq!(leases.take(&id("c"), 0), Some(vec![]));
     }
 
     #[test]

@@ -25,4 +25,4 @@ pub use leases::Machine;
 pub use processes::MARK;
 pub use run_loop::{FailedTrial, Observer, RunSummary, run};
 pub use supervisor::supervise;
-pub use work::{Candidate, Configuration, ConfigurationTrials, KnownTrial, PlannedTrial, Selection, Work};
+pub use work::{Candidate, Cluster, Configuration, ConfigurationTrials, KnownTrial, PlannedTrial, Selection, Work};

@@ -15,9 +15,9 @@ use super::dispatcher::{Command, Dispatcher, Finish, Input, SpawnOrder, Step, is
 use super::executor::{Executor, ExecutorOptions};
 use super::launcher::{Launch, Launcher};
 use super::processes;
-use super::work::{ConfigurationTrials, Work};
+use super::work::{Configuration, ConfigurationTrials, Work};
 use crate::event::{Event, EventKind};
-use crate::protocol::{CheckpointRequest, PROTOCOL, Timestamp, TrialRequest};
+use crate::protocol::{CheckpointRequest, PROTOCOL, Placement, Timestamp, TrialRequest};
 use crate::store::{AttemptRecord, CHECKPOINTS, JsonLines, MODEL, RunFolder, StoreError, TrialRecord, io_error, replace_json, sync, write_json};
 use crate::trial::{AttemptEnding, Purpose, TrialId, TrialOutcome};
 
@@ -133,6 +133,12 @@ fn watch_signals(inbox: Sender<Input>) -> Result<signal_hook::iterator::Handle, 
         }
     });
     Ok(handle)
+}
+
+/// How the ranks of a configuration are spread over machines, where they are.
+fn placement(work: &Work, configuration: &Configuration) -> Option<Placement> {
+    let nodes = work.cluster.map_or(1, |cluster| cluster.nodes);
+    (nodes > 1).then(|| Placement { nodes, ranks_per_node: configuration.settings.device.world_size.div_ceil(nodes) })
 }
 
 /// Trials that failed, in row order.
@@ -287,6 +293,7 @@ impl RunLoop<'_> {
             model: configuration.model.clone(),
             data: configuration.data.clone(),
             cores: order.cores.clone(),
+            placement: placement(work, configuration),
             // A probe is over too soon to be worth saving.
             checkpoint: (trial.purpose == Purpose::Train).then(|| CheckpointRequest {
                 folder: Path::new("..").join(CHECKPOINTS),

@@ -116,6 +116,13 @@ pub struct KnownTrial {
     pub afresh: bool,
 }
 
+/// Machines that another shares out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cluster {
+    /// Nodes of one trial.
+    pub nodes: usize,
+}
+
 /// Everything a run is given.
 #[derive(Clone, Debug)]
 pub struct Work {
@@ -139,6 +146,10 @@ pub struct Work {
     pub fail_fast: bool,
     /// What the machine has to give.
     pub machine: Machine,
+    /// The cluster that trials run on; `None` where they run on this machine.
+    pub cluster: Option<Cluster>,
+    /// Attempts that an earlier `sweep run` started and that still run, or ended unseen. They end as if this one had started them.
+    pub adopted: BTreeMap<TrialId, u32>,
     /// What is known already, from an earlier `sweep run`.
     pub known: BTreeMap<TrialId, KnownTrial>,
     /// Trials that had ended and whose folder is gone; they run again.

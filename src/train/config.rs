@@ -7,6 +7,7 @@ use serde::Deserialize;
 use super::error::TrainError;
 use super::fsdp::EngineOptions;
 use super::memory::MAX_RANKS;
+use crate::place::Place;
 use crate::protocol::{PROTOCOL, TrialRequest};
 use crate::spec::settings::DeviceKind;
 use crate::store;
@@ -61,6 +62,9 @@ impl TrialConfig {
         if !(1..=MAX_RANKS).contains(&world_size) {
             return refuse(format!("device.world_size = {world_size}: between 1 and {MAX_RANKS} ranks can run in one process"));
         }
+        if let Some(placement) = request.placement.filter(|placement| placement.nodes != 1) {
+            return refuse(format!("placement.nodes = {}: all ranks of a trial run in one process, on one machine", placement.nodes));
+        }
         let positions = model.architecture.positions();
         if *block_size < 2 || *block_size > positions {
             return refuse(format!("block_size = {block_size}: the model takes 2 to {positions} tokens"));
@@ -99,6 +103,8 @@ impl TrialConfig {
         };
         let engine = EngineOptions { seed: request.seed, trainable };
         let machine = std::thread::available_parallelism().map_or(1, usize::from);
+        // A cluster that binds no process to its cores still says how many are its own.
+        let machine = Place::of_this_process().and_then(|place| place.cpus).map_or(machine, |cpus| cpus.min(machine));
         let cores = CoreShares::new(&request.cores, world_size, machine);
         Ok(Self { probe_steps, engine, cores, request })
     }

@@ -64,6 +64,7 @@ impl Attempt {
             model,
             data,
             cores: Vec::new(),
+            placement: None,
             checkpoint: None,
             save_model: None,
         };

@@ -179,6 +179,7 @@ impl Run {
             model: ResolvedModel { architecture: architecture(), weights: None, fingerprint: None },
             data: manifest.data.clone(),
             cores: Vec::new(),
+            placement: None,
             checkpoint: None,
             save_model: None,
         };
