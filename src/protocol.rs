@@ -631,7 +631,7 @@ pub enum TrialEnding {
 /// Times of a trial, in seconds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Timing {
-    /// Steps left after the first max(3, 5 %), over which the mean is taken.
+    /// Steps left after the first max(3, 5 %) and the first 3 after each checkpoint that training went on from, over which the mean is taken.
     pub steady_steps: u64,
     /// Mean synchronised step time over the steady steps, data wait included; `None` when there are none.
     pub step_seconds: Option<f64>,

@@ -9,10 +9,8 @@ use crate::ui;
 /// Runs the trial.
 #[cfg(feature = "cpu")]
 pub fn trial(arguments: &TrialArguments) -> ExitCode {
-    use crate::trial::child_exit;
-
     let code = match crate::train::run(&arguments.request) {
-        Ok(()) => child_exit::DONE,
+        Ok(end) => end.exit_code(),
         Err(failure) => {
             ui::render_error(&CommandError::user(failure.to_string()));
             failure.exit_code()

@@ -92,6 +92,11 @@ impl Epoch {
         part(&self.rows, step, self.dealing.global_batch_size())
     }
 
+    /// Blocks of all steps up to `step` and of it.
+    pub fn steps_up_to(&self, step: usize) -> &[usize] {
+        &self.rows[..step.saturating_add(1).saturating_mul(self.dealing.global_batch_size()).min(self.rows.len())]
+    }
+
     /// Blocks that `rank` takes in pass `pass` of optimiser step `step`, all from 0; empty beyond the end, and where fewer rows are left than ranks.
     pub fn batch(&self, step: usize, pass: usize, rank: usize) -> &[usize] {
         let Dealing { world_size, per_device_batch_size, .. } = self.dealing;

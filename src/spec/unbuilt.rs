@@ -8,16 +8,13 @@ pub(crate) const TABLES: [(&str, &str); 2] =
     [("peft", "training adapters instead of all parameters"), ("runner", "running training programs other than sweep's own")];
 
 /// Keys that are not built: path, the values that are refused (none: all of them), and what they would do.
-const KEYS: [(&str, &[&str], &str); 10] = [
+const KEYS: [(&str, &[&str], &str); 7] = [
     ("model.trainable", &[], "freezing parameters"),
     ("model.attn_implementation", &["flash"], "fused attention"),
     ("fsdp.fsdp_version", &["2"], "per-parameter sharding (FSDP2)"),
     ("fsdp.reshard_after_forward", &[], "per-parameter sharding (FSDP2)"),
     ("fsdp.sharding_strategy", &["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"], "sharding within groups and replicating across them"),
     ("fsdp.hybrid_shard_size", &[], "sharding within groups and replicating across them"),
-    ("fsdp.state_dict_type", &["SHARDED_STATE_DICT"], "saving checkpoints"),
-    ("checkpoint.save_steps", &[], "saving checkpoints"),
-    ("checkpoint.save_total_limit", &[], "saving checkpoints"),
     ("report.columns", &[], "choosing the tables' columns"),
 ];
 

@@ -199,10 +199,12 @@ pub enum Phase {
     Optimizer,
     /// A forward pass of an evaluation.
     Evaluate,
+    /// Saving state.
+    Checkpoint,
 }
 
 impl Phase {
-    const ALL: [Self; 5] = [Self::Load, Self::Forward, Self::Backward, Self::Optimizer, Self::Evaluate];
+    const ALL: [Self; 6] = [Self::Load, Self::Forward, Self::Backward, Self::Optimizer, Self::Evaluate, Self::Checkpoint];
 
     /// Its name in messages.
     pub const fn name(self) -> &'static str {
@@ -212,6 +214,7 @@ impl Phase {
             Self::Backward => "backward",
             Self::Optimizer => "optimizer",
             Self::Evaluate => "evaluate",
+            Self::Checkpoint => "checkpoint",
         }
     }
 }

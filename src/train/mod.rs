@@ -1,5 +1,6 @@
 //! Everything that names Burn. Run by `sweep trial` in the child.
 
+pub mod checkpoint;
 pub mod config;
 pub mod dataset;
 pub mod error;
@@ -9,6 +10,7 @@ pub mod fsdp;
 pub mod memory;
 pub mod model;
 pub mod optim;
+pub mod preemption;
 pub mod reporter;
 pub mod scaler;
 pub mod schedule;
@@ -19,11 +21,13 @@ pub mod weights;
 use std::path::Path;
 use std::time::Instant;
 
+use self::checkpoint::Checkpoints;
 use self::config::TrialConfig;
 use self::error::TrainError;
+use self::preemption::Preemption;
 use self::reporter::Reporter;
 use crate::protocol::{DataCounts, PROTOCOL, Timing, TrialEnding, TrialRequest, TrialResult};
-use crate::store::{self, AttemptFolder};
+use crate::store::{self, AttemptFolder, StoreError};
 use crate::trial::child_exit;
 
 /// Exit code of a defect of our own: a crash to whoever started us.
@@ -51,16 +55,37 @@ impl TrialFailure {
     }
 }
 
-/// Runs the trial that the request file asks for and writes its answers beside it.
+/// How a trial ended that did not fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TrialEnd {
+    /// It is done.
+    Done,
+    /// It was asked to end and has saved its state.
+    Checkpointed,
+}
+
+impl TrialEnd {
+    /// The child's exit code.
+    pub fn exit_code(self) -> i32 {
+        match self {
+            Self::Done => child_exit::DONE,
+            Self::Checkpointed => child_exit::CHECKPOINTED,
+        }
+    }
+}
+
+/// Runs the trial that the request file asks for and writes its answers beside it. TERM and USR2 end the process early, see [`preemption`].
 ///
 /// # Errors
-/// Everything but a complete result. What went wrong in training stands in `result.json` too.
-pub fn run(request: &Path) -> Result<(), TrialFailure> {
+/// Everything but a complete result or a checkpoint. What went wrong in training stands in `result.json` too.
+pub fn run(request: &Path) -> Result<TrialEnd, TrialFailure> {
     let began = Instant::now();
+    let preemption = Preemption::watch().map_err(|error| TrainError::Failed(format!("cannot watch for signals: {error}")))?;
     let folder = AttemptFolder(request.parent().map(Path::to_owned).unwrap_or_default());
     let config = TrialConfig::read(request)?;
+    let checkpoints = Checkpoints::of(&config.request, &folder.0);
     let reporter = Reporter::open(&folder.messages())?;
-    let (result, failure) = match trainer::train(&config, &reporter, began) {
+    let (result, failure) = match trainer::train(&config, &reporter, checkpoints.as_ref(), &preemption, began) {
         Ok(result) => {
             let failure = match &result.ending {
                 TrialEnding::Diverged { reason } => Some(TrialFailure::Diverged(reason.clone())),
@@ -71,8 +96,16 @@ pub fn run(request: &Path) -> Result<(), TrialFailure> {
         Err(error @ (TrainError::Request(_) | TrainError::Input(_))) => return Err(error.into()),
         Err(error) => (failed(&config.request, &reporter, &error), Some(error.into())),
     };
-    store::write_json(&folder.result(), &result).map_err(|error| TrainError::Failed(error.to_string()))?;
-    failure.map_or(Ok(()), Err)
+    let failed = |error: StoreError| TrainError::Failed(error.to_string());
+    store::write_json(&folder.result(), &result).map_err(failed)?;
+    if let Some(failure) = failure {
+        return Err(failure);
+    }
+    if matches!(result.ending, TrialEnding::Checkpointed { .. }) {
+        return Ok(TrialEnd::Checkpointed);
+    }
+    checkpoints.map_or(Ok(()), |checkpoints| checkpoints.remove_unasked()).map_err(failed)?;
+    Ok(TrialEnd::Done)
 }
 
 /// The result of a training that failed: it says why, and nothing that was not measured.

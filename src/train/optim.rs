@@ -8,6 +8,7 @@ mod kernels;
 use std::ops::Range;
 
 use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
 
 use super::memory;
 use crate::spec::settings::TrainSettings;
@@ -43,6 +44,14 @@ pub struct FlatShard<'a> {
     pub values: &'a mut [f32],
     /// Their gradient, still multiplied by the loss scale. Without one the shard stays as it is.
     pub gradient: Option<&'a [f32]>,
+}
+
+/// What AdamW remembers beside its moments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AdamWState {
+    /// Steps applied so far.
+    pub step: u64,
 }
 
 /// AdamW (Loshchilov and Hutter 2019) over the shards of a rank.
@@ -85,6 +94,33 @@ impl AdamW {
             steps: 0,
             shards: shards.into_iter().map(|(runs, offload)| ShardState { runs, offload, moments: None }).collect(),
         }
+    }
+
+    /// What it remembers beside its moments.
+    pub fn state_dict(&self) -> AdamWState {
+        AdamWState { step: self.steps }
+    }
+
+    /// Goes on from a state; the moments belong to it.
+    pub fn load_state_dict(&mut self, state: AdamWState) {
+        self.steps = state.step;
+    }
+
+    /// PyTorch's `exp_avg` and `exp_avg_sq` of these elements of a shard, which are trained alike; `None` before the first applied step and where nothing is
+    /// trained.
+    pub fn moments(&self, shard: usize, elements: &Range<usize>) -> Option<[&[f32]; 2]> {
+        let state = &self.shards[shard];
+        let place = state.place(elements)?;
+        let moments = state.moments.as_ref()?;
+        Some([&moments.average[place.clone()], &moments.square[place]])
+    }
+
+    /// The same, to be filled: zeros where there are none yet. `None` where nothing is trained.
+    pub fn moments_mut(&mut self, shard: usize, elements: &Range<usize>) -> Option<[&mut [f32]; 2]> {
+        let state = &mut self.shards[shard];
+        let place = state.place(elements)?;
+        let moments = state.moments.get_or_insert_with(|| Moments::zeros(&state.runs, state.offload));
+        Some([&mut moments.average[place.clone()], &mut moments.square[place]])
     }
 
     /// Sum over this rank's trained elements of the squared gradient, each element first multiplied by `unscale`. Not finite when an element is not.
@@ -135,6 +171,21 @@ impl AdamW {
                 chunks.for_each(|(((values, gradient), average), square)| kernels::adamw(values, gradient, average, square, coefficients));
             }
         }
+    }
+}
+
+impl ShardState {
+    /// Where the moments of these elements lie among those of the shard; `None` where they are in no run.
+    fn place(&self, elements: &Range<usize>) -> Option<Range<usize>> {
+        let mut offset = 0;
+        for run in &self.runs {
+            if run.range.start <= elements.start && elements.end <= run.range.end {
+                let start = offset + elements.start - run.range.start;
+                return Some(start..start + elements.len());
+            }
+            offset += run.range.len();
+        }
+        None
     }
 }
 

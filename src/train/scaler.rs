@@ -3,6 +3,8 @@
 //! The loss is multiplied by the scale so that small gradients survive in fp16. A step whose gradients overflow is skipped and halves the scale; many
 //! good steps in a row double it.
 
+use serde::{Deserialize, Serialize};
+
 use crate::spec::settings::{DType, FsdpSettings};
 
 /// Growth of the scale after [`GROWTH_INTERVAL`] good steps.
@@ -14,6 +16,16 @@ const GROWTH_INTERVAL: u32 = 2000;
 
 /// Below this scale the trouble is not overflow: the gradients are not finite whatever the scale is.
 const SMALLEST_SCALE: f64 = 1e-4;
+
+/// What a [`GradScaler`] remembers.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GradScalerState {
+    /// What losses are multiplied by.
+    pub scale: f64,
+    /// Good steps in a row since the scale last changed.
+    pub growth_tracker: u32,
+}
 
 /// The loss scale of a training. Every rank has one and all agree, since they agree on every overflow.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,6 +40,16 @@ impl GradScaler {
         let precision = settings.mixed_precision;
         let fp16 = precision.param_dtype == DType::Fp16 || precision.reduce_dtype == DType::Fp16;
         fp16.then_some(Self { scale: settings.initial_loss_scale, good_steps: 0 })
+    }
+
+    /// What it remembers.
+    pub fn state_dict(&self) -> GradScalerState {
+        GradScalerState { scale: self.scale, growth_tracker: self.good_steps }
+    }
+
+    /// Goes on from a state.
+    pub fn load_state_dict(&mut self, state: GradScalerState) {
+        (self.scale, self.good_steps) = (state.scale, state.growth_tracker);
     }
 
     /// What losses are multiplied by now.

@@ -16,10 +16,12 @@ pub struct StepTime {
     pub tokens: u64,
 }
 
-/// Times of a trial from the times of its steps: the mean over all but the first max(3, 5 %) of them.
-pub fn summarise(steps: &[StepTime], steps_per_epoch: f64) -> Timing {
+/// Times of a trial from the times of its steps: the mean over all but the first max(3, 5 %) of them, and the first 3 of each attempt that went on from a
+/// checkpoint, before the steps `resumed_at`.
+pub fn summarise(steps: &[StepTime], resumed_at: &[usize], steps_per_epoch: f64) -> Timing {
     let warmup = (steps.len() * WARMUP_PERCENT).div_ceil(100).max(WARMUP_STEPS);
-    let steady = steps.get(warmup..).unwrap_or_default();
+    let is_steady = |step: usize| step >= warmup && resumed_at.iter().all(|first| !(*first..*first + WARMUP_STEPS).contains(&step));
+    let steady: Vec<&StepTime> = steps.iter().enumerate().filter(|(step, _)| is_steady(*step)).map(|(_, time)| time).collect();
     let seconds: f64 = steady.iter().map(|step| step.seconds).sum();
     let tokens: u64 = steady.iter().map(|step| step.tokens).sum();
     let step_seconds = (!steady.is_empty()).then(|| seconds / steady.len() as f64);
@@ -44,7 +46,7 @@ mod tests {
     /// CASES 38.
     #[test]
     fn first_steps_do_not_count() {
-        let timing = summarise(&steps(&[90.0, 9.0, 5.0, 0.5, 1.5]), 7.5);
+        let timing = summarise(&steps(&[90.0, 9.0, 5.0, 0.5, 1.5]), &[], 7.5);
         assert_eq!(
             (timing.steady_steps, timing.step_seconds, timing.epoch_seconds, timing.tokens_per_second),
             (2, Some(1.0), Some(7.5), Some(100.0))
@@ -54,13 +56,21 @@ mod tests {
     #[test]
     fn five_percent_of_a_long_training_do_not_count() {
         let seconds: Vec<f64> = (0..100).map(|step| if step < 5 { 50.0 } else { 2.0 }).collect();
-        assert_eq!((summarise(&steps(&seconds), 1.0).steady_steps, summarise(&steps(&seconds), 1.0).step_seconds), (95, Some(2.0)));
-        assert_eq!(summarise(&steps(&vec![1.0; 61]), 1.0).steady_steps, 57);
+        let timing = summarise(&steps(&seconds), &[], 1.0);
+        assert_eq!((timing.steady_steps, timing.step_seconds), (95, Some(2.0)));
+        assert_eq!(summarise(&steps(&vec![1.0; 61]), &[], 1.0).steady_steps, 57);
+    }
+
+    /// The first steps of a process that goes on from a checkpoint are as slow as those of any other.
+    #[test]
+    fn first_steps_after_a_checkpoint_do_not_count() {
+        let timing = summarise(&steps(&[90.0, 9.0, 5.0, 1.0, 70.0, 7.0, 5.0, 2.0, 50.0]), &[4, 8], 1.0);
+        assert_eq!((timing.steady_steps, timing.step_seconds), (2, Some(1.5)));
     }
 
     #[test]
     fn a_short_trial_has_no_mean() {
-        let timing = summarise(&steps(&[1.0, 1.0, 1.0]), 2.0);
+        let timing = summarise(&steps(&[1.0, 1.0, 1.0]), &[], 2.0);
         assert_eq!((timing.steady_steps, timing.step_seconds, timing.epoch_seconds, timing.tokens_per_second), (0, None, None, None));
         assert_eq!(timing.steps_per_epoch, 2.0);
     }

@@ -7,15 +7,18 @@ use std::time::Instant;
 
 use burn::tensor::Device;
 
+use super::checkpoint::{Checkpoint, Checkpoints, DataPosition, Progress, SchedulerState, TrainingState};
 use super::config::TrialConfig;
 use super::dataset::{self, TrialData};
 use super::error::TrainError;
-use super::eval::{evaluate, evaluate_full_batch};
+use super::eval::{Evaluated, evaluate, evaluate_full_batch};
 use super::export;
-use super::fsdp::{FullyShardedDataParallel, Shard, run_ranks};
+use super::fsdp::{FullyShardedDataParallel, Shard, WeightSource, run_ranks};
 use super::memory::{self, Accounts, Phase};
+use super::model::tree::ParameterInfo;
 use super::model::{self, ops::AttentionKind};
 use super::optim::{self, AdamW, FlatShard, clip_coefficient};
+use super::preemption::Preemption;
 use super::reporter::Reporter;
 use super::scaler::GradScaler;
 use super::schedule::Schedule;
@@ -25,17 +28,25 @@ use crate::data::{Blocks, Dealing, Epoch};
 use crate::protocol::{Evaluation, MessageKind, Number, PROTOCOL, Step, TrialEnding, TrialResult};
 use crate::spec::settings::{AttnImplementation, FsdpSettings, TrainDuration, TrainSettings};
 
-/// Runs a trial on all its ranks. `began` is when the process did.
+/// Runs a trial on all its ranks, from the newest of `checkpoints` on where there is one. `began` is when the process did.
 ///
 /// # Errors
-/// What a rank could not do, or what cannot be read. A loss that becomes NaN is no error but an ending.
-pub fn train(config: &TrialConfig, reporter: &Reporter, began: Instant) -> Result<TrialResult, TrainError> {
+/// What a rank could not do, or what cannot be read. A loss that becomes NaN is no error but an ending, and so is a request to end.
+pub fn train(
+    config: &TrialConfig,
+    reporter: &Reporter,
+    checkpoints: Option<&Checkpoints>,
+    preemption: &Preemption,
+    began: Instant,
+) -> Result<TrialResult, TrainError> {
     let request = &config.request;
     reporter.started(config.world_size())?;
     reporter.phase("load")?;
     let data = TrialData::load(config, reporter)?;
     let model = model::build(&request.model.architecture, attention(request.settings.model.attn_implementation));
-    let weights = weights::open(&request.model, request.seed)?;
+    let parameters = model.modules().parameters();
+    let resumed = resume(checkpoints, &parameters, reporter)?;
+    let weights = if resumed.is_none() { Some(weights::open(&request.model, request.seed)?) } else { None };
     if !request.settings.fsdp.use_orig_params && request.settings.train.weight_decay > 0.0 && !request.settings.train.decay_norm_and_bias {
         reporter.warn("use_orig_params = false: norms and biases decay too, since a flat parameter is one to the optimiser, as in PyTorch")?;
     }
@@ -51,32 +62,46 @@ pub fn train(config: &TrialConfig, reporter: &Reporter, began: Instant) -> Resul
         }
     };
     let mut outcomes = run_ranks(config.world_size(), config.cores.threads_per_rank, &Device::flex(), on_thread, |context| {
-        let shared = Shared { config, reporter, data: &data, accounts: &accounts, began };
-        let engine = FullyShardedDataParallel::new(context, model.clone(), &request.settings.fsdp, &config.engine, &*weights)?;
-        Trainer::new(shared, engine).run()
+        let shared = Shared { config, reporter, data: &data, parameters: &parameters, accounts: &accounts, checkpoints, preemption, began };
+        let first_values = weights.as_deref().or(resumed.as_ref().map(|checkpoint| checkpoint as &dyn WeightSource));
+        let first_values = first_values.ok_or_else(|| TrainError::Failed("there are no weights to begin with".to_owned()))?;
+        let engine = FullyShardedDataParallel::new(context, model.clone(), &request.settings.fsdp, &config.engine, first_values)?;
+        let mut trainer = Trainer::new(shared, engine);
+        if let Some(checkpoint) = &resumed {
+            trainer.load_state_dict(checkpoint)?;
+        }
+        trainer.run()
     })?;
     let outcome = outcomes.swap_remove(0);
-    let usage: Vec<_> = accounts.ranks().iter().map(|account| account.usage()).collect();
+    let (peak_bytes, host_bytes) = outcome.peaks(&accounts);
     let steps_per_epoch = data.train.count() as f64 / data.dealing.global_batch_size() as f64;
-    let mut timing = timing::summarise(&outcome.times, steps_per_epoch);
+    let mut timing = timing::summarise(&outcome.times, &outcome.resumed_at, steps_per_epoch);
     timing.evaluation_seconds = outcome.evaluation_seconds;
+    timing.checkpoint_seconds = outcome.checkpoint_seconds;
     timing.startup_seconds = outcome.startup_seconds;
     Ok(TrialResult {
         protocol: PROTOCOL,
         trial: request.trial.clone(),
-        ending: outcome.diverged.map_or(TrialEnding::Done, |reason| TrialEnding::Diverged { reason }),
+        ending: outcome.ending.unwrap_or(TrialEnding::Done),
         optimizer_steps: outcome.times.len() as u64,
         skipped_steps: outcome.skipped_steps,
         tokens_seen: outcome.times.iter().map(|step| step.tokens).sum(),
         evaluation: outcome.evaluation,
         evaluation_common: outcome.evaluation_common,
         timing,
-        peak_bytes: usage.iter().map(|usage| usage.peak).collect(),
-        host_bytes: usage.iter().map(|usage| usage.host_peak).collect(),
-        parameters: model.modules().numel() as u64,
+        peak_bytes,
+        host_bytes,
+        parameters: parameters.iter().map(|parameter| parameter.numel() as u64).sum(),
         data: data.counts(),
         warnings: reporter.warnings(),
     })
+}
+
+/// The newest checkpoint that an earlier attempt left, if any.
+fn resume(checkpoints: Option<&Checkpoints>, parameters: &[ParameterInfo], reporter: &Reporter) -> Result<Option<Checkpoint>, TrainError> {
+    let Some((checkpoint, warnings)) = checkpoints.map_or(Ok(None), |checkpoints| checkpoints.newest(parameters))? else { return Ok(None) };
+    warnings.into_iter().try_for_each(|warning| reporter.warn(warning))?;
+    Ok(Some(checkpoint))
 }
 
 /// `auto` is the attention that needs least memory and time.
@@ -103,21 +128,42 @@ struct Shared<'a> {
     config: &'a TrialConfig,
     reporter: &'a Reporter,
     data: &'a TrialData,
+    parameters: &'a [ParameterInfo],
     accounts: &'a Accounts,
+    checkpoints: Option<&'a Checkpoints>,
+    preemption: &'a Preemption,
     began: Instant,
 }
 
-/// What a rank knows at the end; the same on every rank but for times.
+/// What a rank knows at the end; the same on every rank but for times. Counts and times are those of the whole training, whichever attempt took them.
+#[derive(Default)]
 struct Outcome {
     /// Every optimiser step, skipped ones included.
     times: Vec<StepTime>,
+    /// Steps before which an attempt went on from a checkpoint.
+    resumed_at: Vec<usize>,
     skipped_steps: u64,
-    /// Why training stopped early, if it did.
-    diverged: Option<String>,
+    /// How training ended early, if it did.
+    ending: Option<TrialEnding>,
     evaluation: Option<Evaluation>,
     evaluation_common: Option<Evaluation>,
     evaluation_seconds: f64,
+    checkpoint_seconds: f64,
     startup_seconds: f64,
+    /// Device and host bytes that each rank of earlier attempts held at its peak.
+    earlier_peaks: (Vec<u64>, Vec<u64>),
+}
+
+impl Outcome {
+    /// Device and host bytes that each rank held at its peak, in this attempt or an earlier one.
+    fn peaks(&self, accounts: &Accounts) -> (Vec<u64>, Vec<u64>) {
+        let usage: Vec<_> = accounts.ranks().iter().map(|account| account.usage()).collect();
+        let (device, host) = &self.earlier_peaks;
+        let highest = |now: u64, earlier: &[u64], rank: usize| earlier.get(rank).map_or(now, |earlier| now.max(*earlier));
+        let device = usage.iter().enumerate().map(|(rank, usage)| highest(usage.peak, device, rank)).collect();
+        let host = usage.iter().enumerate().map(|(rank, usage)| highest(usage.host_peak, host, rank)).collect();
+        (device, host)
+    }
 }
 
 /// One rank in training.
@@ -132,6 +178,12 @@ struct Trainer<'a> {
     total_steps: u64,
     /// Optimiser steps that were not skipped.
     applied: u64,
+    /// Which data comes next.
+    position: DataPosition,
+    /// Steps that the newest checkpoint holds.
+    saved: Option<u64>,
+    /// Whether any rank was asked to end; all ranks learn it at the same point.
+    preempted: bool,
     outcome: Outcome,
 }
 
@@ -155,15 +207,10 @@ impl<'a> Trainer<'a> {
             settings: &settings.train,
             total_steps,
             applied: 0,
-            outcome: Outcome {
-                times: Vec::new(),
-                skipped_steps: 0,
-                diverged: None,
-                evaluation: None,
-                evaluation_common: None,
-                evaluation_seconds: 0.0,
-                startup_seconds: 0.0,
-            },
+            position: DataPosition::default(),
+            saved: None,
+            preempted: false,
+            outcome: Outcome::default(),
             shared,
             engine,
         }
@@ -171,30 +218,37 @@ impl<'a> Trainer<'a> {
 
     fn run(mut self) -> Result<Outcome, TrainError> {
         self.engine.group().barrier()?;
-        self.outcome.startup_seconds = self.shared.began.elapsed().as_secs_f64();
+        let Shared { data, config, checkpoints, preemption, began, .. } = self.shared;
+        self.outcome.startup_seconds += began.elapsed().as_secs_f64();
+        if checkpoints.is_some() {
+            preemption.await_next_step();
+        }
         self.tell(|reporter| reporter.phase("train"))?;
-        let Shared { data, config, .. } = self.shared;
-        'training: for number in 0.. {
+        // A checkpoint is saved before the evaluation that is due at the same step.
+        self.evaluate_during_training()?;
+        let DataPosition { epoch: first_epoch, blocks } = self.position;
+        'training: for number in first_epoch.. {
             let epoch = memory::host(|| data.dealing.epoch(&data.train, number)).map_err(|error| TrainError::Input(error.to_string()))?;
-            for step in 0..epoch.steps() {
-                if self.has_taken_all_steps() {
+            let first_step = if number == first_epoch { blocks.div_ceil(data.dealing.global_batch_size()) } else { 0 };
+            for step in first_step..epoch.steps() {
+                if self.has_ended() || self.has_taken_all_steps() {
                     break 'training;
                 }
                 self.step(&epoch, step)?;
-                if self.outcome.diverged.is_some() {
-                    return Ok(self.outcome);
-                }
-                if config.probe_steps.is_none() && self.is_time_to_evaluate() {
-                    self.evaluate_during_training()?;
-                }
+                self.position = DataPosition { epoch: number, blocks: epoch.steps_up_to(step).len() };
+                self.save_if_due()?;
+                self.evaluate_during_training()?;
             }
         }
-        if config.probe_steps.is_some() {
-            self.end_probe()?
-        } else {
-            self.end_training()?
+        if !self.has_ended() {
+            if config.probe_steps.is_some() { self.end_probe()? } else { self.end_training()? }
         }
         Ok(self.outcome)
+    }
+
+    /// Whether training is over before its last step.
+    fn has_ended(&self) -> bool {
+        self.outcome.ending.is_some()
     }
 
     fn has_taken_all_steps(&self) -> bool {
@@ -240,13 +294,15 @@ impl<'a> Trainer<'a> {
         if let Some(scaler) = &mut self.scaler {
             scaler.update(!finite);
         }
-        // Also the point at which all ranks have ended their step.
-        let loss = self.engine.group().all_reduce_numbers(&[loss])?[0] / targets as f64;
+        // Also the point at which all ranks have ended their step, and at which they agree whether to end.
+        let sums = self.engine.group().all_reduce_numbers(&[loss, f64::from(self.shared.preemption.is_requested())])?;
+        let loss = sums[0] / targets as f64;
+        self.preempted |= sums[1] > 0.0;
 
         let time = StepTime { seconds: began.elapsed().as_secs_f64(), tokens };
         memory::host(|| self.outcome.times.push(time));
         self.outcome.skipped_steps += u64::from(!finite);
-        self.outcome.diverged = self.divergence(loss, gradients.norm);
+        self.outcome.ending = self.divergence(loss, gradients.norm).map(|reason| TrialEnding::Diverged { reason });
         self.tell(|reporter| {
             let usage: Vec<_> = self.shared.accounts.ranks().iter().map(|account| account.usage()).collect();
             reporter.say(MessageKind::Step(Step {
@@ -301,23 +357,105 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    fn is_time_to_evaluate(&self) -> bool {
-        let taken = self.steps_taken();
-        // The evaluation at the end follows anyway.
-        taken < self.total_steps && self.settings.eval_steps.is_some_and(|every| taken.is_multiple_of(every))
+    /// Saves state where that is due, and ends training where that was asked.
+    fn save_if_due(&mut self) -> Result<(), TrainError> {
+        let Some(checkpoints) = self.shared.checkpoints.filter(|_| !self.has_ended()) else { return Ok(()) };
+        let step = self.steps_taken();
+        if (checkpoints.is_due(step) || self.preempted) && self.saved != Some(step) {
+            self.tell(|reporter| reporter.phase("checkpoint"))?;
+            memory::set_phase(Phase::Checkpoint);
+            let began = Instant::now();
+            let path = memory::host(|| {
+                let state = self.state_dict();
+                checkpoints.save(&mut self.engine, &self.optimizer, self.shared.parameters, step, state)
+            })?;
+            let seconds = began.elapsed().as_secs_f64();
+            self.outcome.checkpoint_seconds += seconds;
+            self.saved = Some(step);
+            self.tell(|reporter| reporter.say(MessageKind::Checkpoint { step, path, seconds }))?;
+            self.tell(|reporter| reporter.phase("train"))?;
+        }
+        if self.preempted {
+            self.outcome.ending = Some(TrialEnding::Checkpointed { step });
+        }
+        Ok(())
     }
 
+    /// Everything but parameters and moments, as it stands between two steps.
+    fn state_dict(&self) -> TrainingState {
+        let (peak_bytes, host_bytes) = self.outcome.peaks(self.shared.accounts);
+        TrainingState {
+            optimizer: self.optimizer.state_dict(),
+            lr_scheduler: SchedulerState { last_epoch: self.applied },
+            scaler: self.scaler.as_ref().map(GradScaler::state_dict),
+            rng: self.engine.rng_state(),
+            data: self.position,
+            progress: Progress {
+                steps: self.outcome.times.iter().map(|step| (step.seconds, step.tokens)).collect(),
+                resumed_at: self.outcome.resumed_at.clone(),
+                skipped_steps: self.outcome.skipped_steps,
+                evaluation_seconds: self.outcome.evaluation_seconds,
+                checkpoint_seconds: self.outcome.checkpoint_seconds,
+                startup_seconds: self.outcome.startup_seconds,
+                peak_bytes,
+                host_bytes,
+            },
+        }
+    }
+
+    /// Goes on from a checkpoint, whose parameters the engine has already.
+    fn load_state_dict(&mut self, checkpoint: &Checkpoint) -> Result<(), TrainError> {
+        let TrainingState { optimizer, lr_scheduler, scaler, rng, data, progress } = memory::host(|| checkpoint.state().clone());
+        checkpoint.load_moments(self.engine.shards(), &mut self.optimizer)?;
+        self.optimizer.load_state_dict(optimizer);
+        if let (Some(scaler), Some(state)) = (&mut self.scaler, scaler) {
+            scaler.load_state_dict(state);
+        }
+        self.engine.set_rng_state(rng);
+        self.applied = lr_scheduler.last_epoch;
+        self.position = data;
+        self.saved = Some(checkpoint.step());
+        memory::host(|| {
+            let mut resumed_at = progress.resumed_at;
+            resumed_at.push(progress.steps.len());
+            self.outcome = Outcome {
+                times: progress.steps.into_iter().map(|(seconds, tokens)| StepTime { seconds, tokens }).collect(),
+                resumed_at,
+                skipped_steps: progress.skipped_steps,
+                evaluation_seconds: progress.evaluation_seconds,
+                checkpoint_seconds: progress.checkpoint_seconds,
+                startup_seconds: progress.startup_seconds,
+                earlier_peaks: (progress.peak_bytes, progress.host_bytes),
+                ..Outcome::default()
+            };
+        });
+        Ok(())
+    }
+
+    /// Evaluates where `eval_steps` says so; after the last step the evaluation at the end follows anyway.
     fn evaluate_during_training(&mut self) -> Result<(), TrainError> {
+        let taken = self.steps_taken();
+        let due = self.settings.eval_steps.is_some_and(|every| taken > 0 && taken < self.total_steps && taken.is_multiple_of(every));
+        if !due || self.has_ended() || self.shared.config.probe_steps.is_some() {
+            return Ok(());
+        }
         self.tell(|reporter| reporter.phase("evaluate"))?;
         self.evaluate(&self.shared.data.eval)?;
         self.tell(|reporter| reporter.phase("train"))
     }
 
+    /// Evaluates, unless training is asked to end meanwhile: then its state is saved.
     fn evaluate(&mut self, blocks: &Blocks) -> Result<Option<Evaluation>, TrainError> {
-        if blocks.count() == 0 {
+        if blocks.count() == 0 || self.has_ended() {
             return Ok(None);
         }
-        let evaluation = evaluate(&mut self.engine, blocks, self.settings.per_device_eval_batch_size)?;
+        let preemption = self.shared.preemption;
+        let evaluated = evaluate(&mut self.engine, blocks, self.settings.per_device_eval_batch_size, || preemption.is_requested())?;
+        let Evaluated::Whole(evaluation) = evaluated else {
+            self.preempted = true;
+            self.save_if_due()?;
+            return Ok(None);
+        };
         if let Some(evaluation) = &evaluation {
             self.outcome.evaluation_seconds += evaluation.seconds;
             let said = MessageKind::Eval { step: self.steps_taken(), evaluation: evaluation.clone() };
@@ -339,10 +477,11 @@ impl<'a> Trainer<'a> {
         if let Some(evaluation) = &self.outcome.evaluation
             && !evaluation.loss.0.is_finite()
         {
-            self.outcome.diverged = Some(format!("the evaluation loss is {} after the last step", evaluation.loss.0));
+            let reason = format!("the evaluation loss is {} after the last step", evaluation.loss.0);
+            self.outcome.ending = Some(TrialEnding::Diverged { reason });
         }
         if let Some(folder) = &self.shared.config.request.save_model
-            && self.outcome.diverged.is_none()
+            && !self.has_ended()
         {
             self.tell(|reporter| reporter.phase("save"))?;
             let request = &self.shared.config.request;

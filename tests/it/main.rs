@@ -1,5 +1,7 @@
 //! Integration tests: one binary, a module per room.
 
+#[cfg(feature = "cpu")]
+mod checkpoint;
 mod data;
 mod devices;
 #[cfg(feature = "cpu")]

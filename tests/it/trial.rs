@@ -15,9 +15,9 @@ use sweep::trial::{Purpose, TrialId};
 use tempfile::TempDir;
 
 /// An attempt's folder and the request in it.
-struct Attempt {
-    folder: TempDir,
-    request: TrialRequest,
+pub(crate) struct Attempt {
+    pub(crate) folder: TempDir,
+    pub(crate) request: TrialRequest,
 }
 
 /// A trial that ended.
@@ -72,7 +72,7 @@ impl Attempt {
     }
 
     /// Training of the small GPT-2 of the reference runs on their batches.
-    fn reference(world_size: usize) -> Self {
+    pub(crate) fn reference(world_size: usize) -> Self {
         let gold = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gold");
         let mut settings = settings(world_size);
         settings.train.per_device_train_batch_size = 8 / world_size;
@@ -91,7 +91,7 @@ impl Attempt {
     }
 
     /// Training of a tiny random GPT-2 on a simple pattern of `blocks` blocks of 16 tokens; 5 more are for evaluation.
-    fn pattern(world_size: usize, blocks: usize) -> Self {
+    pub(crate) fn pattern(world_size: usize, blocks: usize) -> Self {
         let mut attempt = Self::new(settings(world_size), tiny_model(32), tokens("", 0), 16);
         let path = |name: &str| attempt.folder.path().join(name);
         let ids = |count: usize| (0..count as i32 * 16).map(|index| (index * index / 3) % 32).collect::<Vec<_>>();
@@ -145,7 +145,7 @@ fn tokens(train: &str, vocab_size: usize) -> PreparedData {
     }
 }
 
-fn write_tokens(path: &Path, shape: &[usize], ids: &[i32]) {
+pub(crate) fn write_tokens(path: &Path, shape: &[usize], ids: &[i32]) {
     let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_le_bytes()).collect();
     serialize_to_file([("ids", TensorView::new(FileDtype::I32, shape.to_vec(), &bytes).unwrap())], None, path).unwrap();
 }

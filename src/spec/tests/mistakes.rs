@@ -114,7 +114,6 @@ fn what_is_not_built_is_refused_by_name() {
         ("[[case]]\ntrainable = \"h.0\"", "`model.trainable` is not built yet: freezing parameters"),
         ("[peft]\nr = 8", "`[peft]` is not built yet: training adapters instead of all parameters"),
         ("[runner]\ncommand = \"x\"", "`[runner]` is not built yet: running training programs other than sweep's own"),
-        ("[checkpoint]\nsave_steps = 5", "`checkpoint.save_steps` is not built yet: saving checkpoints"),
         ("[profile.big.model]\nattn_implementation = \"flash\"", "`model.attn_implementation = flash` is not built yet: fused attention"),
     ];
     for (text, expected) in cases {

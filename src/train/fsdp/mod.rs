@@ -20,6 +20,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
 
 use self::core::Core;
 use self::scope::PassScope;
@@ -79,6 +80,16 @@ pub struct EngineOptions {
     pub seed: u64,
     /// Parameters whose names it matches are trained, the others frozen; `None` trains all.
     pub trainable: Option<regex::Regex>,
+}
+
+/// State of the random numbers of training.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RngState {
+    /// The seed.
+    pub seed: u64,
+    /// Training passes that ran, each with dropout of its own.
+    pub passes: u64,
 }
 
 /// What one rank holds of one unit.
@@ -235,6 +246,16 @@ impl FullyShardedDataParallel {
             state.gradient = None;
             state.filled.clear();
         }
+    }
+
+    /// What dropout's next numbers follow from; the same on every rank, each of which draws its own.
+    pub fn rng_state(&self) -> RngState {
+        RngState { seed: self.options.seed, passes: self.passes }
+    }
+
+    /// Goes on drawing from a state.
+    pub fn set_rng_state(&mut self, state: RngState) {
+        (self.options.seed, self.passes) = (state.seed, state.passes);
     }
 
     /// The group of all ranks.
