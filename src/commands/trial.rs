@@ -9,12 +9,15 @@ use crate::ui;
 /// Runs the trial.
 #[cfg(feature = "cpu")]
 pub fn trial(arguments: &TrialArguments) -> ExitCode {
-    let code = match crate::train::run(&arguments.request) {
+    let exit_code = |failure: &crate::train::TrialFailure| {
+        ui::render_error(&CommandError::user(failure.to_string()));
+        failure.exit_code()
+    };
+    #[expect(clippy::exit, reason = "a blocked thread cannot be ended otherwise")]
+    let give_up = |failure: &crate::train::TrialFailure| std::process::exit(exit_code(failure));
+    let code = match crate::train::run(&arguments.request, &give_up) {
         Ok(end) => end.exit_code(),
-        Err(failure) => {
-            ui::render_error(&CommandError::user(failure.to_string()));
-            failure.exit_code()
-        }
+        Err(failure) => exit_code(&failure),
     };
     ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX))
 }

@@ -7,7 +7,8 @@ use super::mistakes::{list, nearest};
 use super::plan::{Row, SweepPlan};
 use super::presets::preset;
 use super::settings::{
-    AutoWrapPolicy, DType, DataSettings, Dataset, DeviceKind, Init, ModelConfigOverrides, ModelSettings, Packing, Settings, ShardingStrategy,
+    AutoWrapPolicy, DType, DataSettings, Dataset, DeviceKind, Init, ModelConfigOverrides, ModelSettings, Packing, ReshardAfterForward, Settings,
+    ShardingStrategy,
 };
 use crate::format;
 use crate::protocol::{Architecture, PreparedData};
@@ -80,22 +81,33 @@ fn contradictions(settings: &Settings, found: &mut Found) {
             refuse("model.config changes the model, so its pretrained weights do not fit", "say model.init = \"random\", or remove model.config");
         }
     }
-    if model.trainable.is_some() && !fsdp.use_orig_params {
+    if let Some(Err(error)) = model.trainable.as_deref().map(regex::Regex::new) {
+        refuse(&format!("model.trainable is no regular expression: {error}"), "see https://docs.rs/regex for the syntax");
+    }
+    let version_1 = fsdp.fsdp_version == 1;
+    if version_1 && model.trainable.is_some() && !fsdp.use_orig_params {
         let message = "frozen parameters with use_orig_params = false: PyTorch refuses flat parameters of which only a part is trained";
         refuse(message, "say fsdp.use_orig_params = true");
     }
-    if fsdp.cpu_offload && train.gradient_accumulation_steps > 1 && !train.sync_each_batch {
+    if version_1 && fsdp.cpu_offload && train.gradient_accumulation_steps > 1 && !train.sync_each_batch {
         let message =
             "cpu_offload with gradient_accumulation_steps above 1 and sync_each_batch = false: PyTorch accumulates unreduced gradients wrongly there";
         refuse(message, "say train.sync_each_batch = true, or turn cpu_offload off");
     }
-    let hybrid = matches!(fsdp.sharding_strategy, ShardingStrategy::HybridShard | ShardingStrategy::HybridShardZero2);
-    if let Some(size) = fsdp.hybrid_shard_size.filter(|_| hybrid)
-        && !device.world_size.is_multiple_of(size)
+    let hybrid = !version_1 || matches!(fsdp.sharding_strategy, ShardingStrategy::HybridShard | ShardingStrategy::HybridShardZero2);
+    let shard_size = fsdp.hybrid_shard_size.filter(|_| hybrid).unwrap_or(device.world_size);
+    if !device.world_size.is_multiple_of(shard_size) {
+        refuse(
+            &format!("shard groups of {shard_size} ranks do not divide {} ranks", device.world_size),
+            "choose hybrid_shard_size among the divisors of world_size",
+        );
+    }
+    if let Some(ReshardAfterForward::Ranks(ranks)) = fsdp.reshard_after_forward.filter(|_| !version_1)
+        && (ranks == 0 || !shard_size.is_multiple_of(ranks))
     {
         refuse(
-            &format!("shard groups of {size} ranks do not divide {} ranks", device.world_size),
-            "choose hybrid_shard_size among the divisors of world_size",
+            &format!("reshard_after_forward = {ranks} does not divide the {shard_size} ranks that share a parameter"),
+            "choose a divisor of them, true or false",
         );
     }
 }

@@ -1,6 +1,6 @@
 //! Switches that cannot matter, set to one canonical value, so that trials that would measure the same thing run once.
 
-use super::settings::{AutoWrapPolicy, BackwardPrefetch, DType, Dataset, Settings, ShardingStrategy};
+use super::settings::{AutoWrapPolicy, BackwardPrefetch, DType, Dataset, ReshardAfterForward, Settings, ShardingStrategy};
 
 /// Smallest unit of `SIZE_BASED_WRAP` where it plays no part: accelerate's default.
 const UNUSED_MIN_NUM_PARAMS: u64 = 100_000_000;
@@ -11,9 +11,13 @@ const UNUSED_LOSS_SCALE: f64 = 65536.0;
 pub fn collapse(settings: &Settings) -> (Settings, Vec<String>) {
     let mut effective = settings.clone();
     let mut reasons = Vec::new();
-    strategy(&mut effective, &mut reasons);
+    if effective.fsdp.fsdp_version == 2 {
+        version_2(&mut effective, &mut reasons);
+    } else {
+        strategy(&mut effective, &mut reasons);
+        communication(&mut effective, &mut reasons);
+    }
     wrapping(&mut effective, &mut reasons);
-    communication(&mut effective, &mut reasons);
     let fsdp = &mut effective.fsdp;
     if fsdp.mixed_precision.param_dtype != DType::Fp16 {
         set(&mut fsdp.initial_loss_scale, UNUSED_LOSS_SCALE, "initial_loss_scale has no effect without fp16 parameters", &mut reasons);
@@ -65,6 +69,35 @@ fn strategy(settings: &mut Settings, reasons: &mut Vec<String>) {
     }
 }
 
+/// FSDP2 has no such switches as FSDP1's, and says by `reshard_after_forward` what they say by `sharding_strategy`.
+fn version_2(settings: &mut Settings, reasons: &mut Vec<String>) {
+    let world_size = settings.device.world_size;
+    let fsdp = &mut settings.fsdp;
+    let has_no = |name: &str| format!("FSDP2 has no {name}");
+    set(&mut fsdp.sharding_strategy, ShardingStrategy::FullShard, &has_no("sharding_strategy"), reasons);
+    set(&mut fsdp.backward_prefetch, BackwardPrefetch::BackwardPre, &has_no("backward_prefetch"), reasons);
+    set(&mut fsdp.forward_prefetch, false, &has_no("forward_prefetch"), reasons);
+    set(&mut fsdp.limit_all_gathers, true, &has_no("limit_all_gathers"), reasons);
+    set(&mut fsdp.use_orig_params, true, &has_no("use_orig_params: parameters are always original"), reasons);
+    set(&mut fsdp.sync_module_states, true, &has_no("sync_module_states"), reasons);
+    fsdp.hybrid_shard_size = fsdp.hybrid_shard_size.filter(|size| *size != world_size);
+    let shard_size = fsdp.hybrid_shard_size.unwrap_or(world_size);
+    let reshard = fsdp.reshard_after_forward.get_or_insert(ReshardAfterForward::Flag(true));
+    match *reshard {
+        _ if shard_size == 1 => {
+            let sentence = "reshard_after_forward has no effect where nothing is sharded";
+            set(reshard, ReshardAfterForward::Flag(true), sentence, reasons);
+        }
+        ReshardAfterForward::Ranks(1) => {
+            set(reshard, ReshardAfterForward::Flag(false), "reshard_after_forward = 1 keeps parameters whole: the same as false", reasons);
+        }
+        ReshardAfterForward::Ranks(ranks) if ranks == shard_size => {
+            set(reshard, ReshardAfterForward::Flag(true), "reshard_after_forward to all ranks of a shard group is the same as true", reasons);
+        }
+        ReshardAfterForward::Ranks(_) | ReshardAfterForward::Flag(_) => {}
+    }
+}
+
 fn wrapping(settings: &mut Settings, reasons: &mut Vec<String>) {
     let fsdp = &mut settings.fsdp;
     if fsdp.auto_wrap_policy != AutoWrapPolicy::SizeBasedWrap {
@@ -79,13 +112,13 @@ fn wrapping(settings: &mut Settings, reasons: &mut Vec<String>) {
 fn communication(settings: &mut Settings, reasons: &mut Vec<String>) {
     use ShardingStrategy::{HybridShardZero2, NoShard, ShardGradOp};
     let fsdp = &mut settings.fsdp;
+    set(&mut fsdp.reshard_after_forward, None, "FSDP1 has no reshard_after_forward", reasons);
     match fsdp.sharding_strategy {
         NoShard => {
             let because = "has no effect under NO_SHARD, which gathers nothing";
             set(&mut fsdp.backward_prefetch, BackwardPrefetch::BackwardPre, &format!("backward_prefetch {because}"), reasons);
             set(&mut fsdp.forward_prefetch, false, &format!("forward_prefetch {because}"), reasons);
             set(&mut fsdp.limit_all_gathers, true, &format!("limit_all_gathers {because}"), reasons);
-            set(&mut fsdp.reshard_after_forward, None, &format!("reshard_after_forward {because}"), reasons);
         }
         ShardGradOp | HybridShardZero2 => {
             let sentence = "backward_prefetch has no effect where parameters stay gathered until backward";
@@ -93,7 +126,7 @@ fn communication(settings: &mut Settings, reasons: &mut Vec<String>) {
         }
         _ => {}
     }
-    if fsdp.auto_wrap_policy == AutoWrapPolicy::NoWrap && fsdp.fsdp_version == 1 {
+    if fsdp.auto_wrap_policy == AutoWrapPolicy::NoWrap {
         let because = "has no effect under NO_WRAP, which has one unit only";
         set(&mut fsdp.backward_prefetch, BackwardPrefetch::BackwardPre, &format!("backward_prefetch {because}"), reasons);
         set(&mut fsdp.forward_prefetch, false, &format!("forward_prefetch {because}"), reasons);

@@ -11,6 +11,7 @@ use super::read::{Axis, Exclude, Layer};
 use super::schema::{self, EXCLUSIVE, KEYS, KeyIndex, Point, Target};
 use super::settings::{DeviceKind, Init};
 use super::value::{Kind, Value};
+use super::versions;
 use crate::format::count as count_of;
 
 /// Most points of a sweep. More are no plan any more, but a mistake in the axes.
@@ -190,6 +191,14 @@ impl Group {
         on_axis.or_else(|| self.fixed_value(key))
     }
 
+    /// Every value of `fsdp_version` in this group.
+    fn fsdp_versions(&self) -> Vec<u64> {
+        let key = schema::key("fsdp.fsdp_version");
+        let on_axis = self.axes.iter().filter(|axis| axis.key == key).flat_map(|axis| &axis.values);
+        let values: Vec<u64> = on_axis.map(Value::integer).collect();
+        if values.is_empty() { self.fixed_value(key).map(Value::integer).into_iter().collect() } else { values }
+    }
+
     /// The value of a key that is no axis of this group.
     fn fixed_value(&self, key: KeyIndex) -> Option<&Value> {
         let fixed = self.fixed.iter().rev().find(|(fixed, _)| *fixed == key).map(|(_, value)| value);
@@ -279,6 +288,7 @@ pub(crate) fn expand(layer: &Layer, name: &str, shared: Shared, mistakes: &mut M
         group.fixed.extend(inherited);
     }
 
+    versions::check(layer, &groups.iter().map(Group::fsdp_versions).collect::<Vec<_>>(), mistakes);
     let mut notices = Vec::new();
     exclude(&mut groups, layer.excludes.as_deref().unwrap_or_default(), &mut notices, mistakes);
     let mut expansion = Expansion { eval_block_size: smallest_block_size(&groups, shared), groups, shared };

@@ -20,6 +20,7 @@ pub mod slurm;
 mod tests;
 mod unbuilt;
 mod value;
+mod versions;
 
 use std::path::Path;
 use std::sync::Arc;

@@ -8,15 +8,8 @@ pub(crate) const TABLES: [(&str, &str); 2] =
     [("peft", "training adapters instead of all parameters"), ("runner", "running training programs other than sweep's own")];
 
 /// Keys that are not built: path, the values that are refused (none: all of them), and what they would do.
-const KEYS: [(&str, &[&str], &str); 7] = [
-    ("model.trainable", &[], "freezing parameters"),
-    ("model.attn_implementation", &["flash"], "fused attention"),
-    ("fsdp.fsdp_version", &["2"], "per-parameter sharding (FSDP2)"),
-    ("fsdp.reshard_after_forward", &[], "per-parameter sharding (FSDP2)"),
-    ("fsdp.sharding_strategy", &["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"], "sharding within groups and replicating across them"),
-    ("fsdp.hybrid_shard_size", &[], "sharding within groups and replicating across them"),
-    ("report.columns", &[], "choosing the tables' columns"),
-];
+const KEYS: [(&str, &[&str], &str); 2] =
+    [("model.attn_implementation", &["flash"], "fused attention"), ("report.columns", &[], "choosing the tables' columns")];
 
 /// Why a value is refused, if its feature is not built.
 pub(crate) fn refusal(key: &Key, value: &Value) -> Option<String> {

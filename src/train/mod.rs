@@ -74,18 +74,24 @@ impl TrialEnd {
     }
 }
 
-/// Runs the trial that the request file asks for and writes its answers beside it. TERM and USR2 end the process early, see [`preemption`].
+/// Runs the trial that the request file asks for and writes its answers beside it. TERM and USR2 end the process early, see [`preemption`]. `give_up` must end
+/// it at once: it is called where a rank has failed and another is blocked, so that its thread cannot be ended.
 ///
 /// # Errors
 /// Everything but a complete result or a checkpoint. What went wrong in training stands in `result.json` too.
-pub fn run(request: &Path) -> Result<TrialEnd, TrialFailure> {
+pub fn run(request: &Path, give_up: &(dyn Fn(&TrialFailure) + Sync)) -> Result<TrialEnd, TrialFailure> {
     let began = Instant::now();
     let preemption = Preemption::watch().map_err(|error| TrainError::Failed(format!("cannot watch for signals: {error}")))?;
     let folder = AttemptFolder(request.parent().map(Path::to_owned).unwrap_or_default());
     let config = TrialConfig::read(request)?;
     let checkpoints = Checkpoints::of(&config.request, &folder.0);
     let reporter = Reporter::open(&folder.messages())?;
-    let (result, failure) = match trainer::train(&config, &reporter, checkpoints.as_ref(), &preemption, began) {
+    let abandon = |error: &TrainError| {
+        // The process ends with this error; one of writing it down would only hide it.
+        drop(store::write_json(&folder.result(), &failed(&config.request, &reporter, error)));
+        give_up(&error.clone().into());
+    };
+    let (result, failure) = match trainer::train(&config, &reporter, checkpoints.as_ref(), &preemption, began, &abandon) {
         Ok(result) => {
             let failure = match &result.ending {
                 TrialEnding::Diverged { reason } => Some(TrialFailure::Diverged(reason.clone())),

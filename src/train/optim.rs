@@ -21,6 +21,8 @@ const CHUNK: usize = 16 * 1024;
 pub struct Run {
     /// Which elements of the shard.
     pub range: Range<usize>,
+    /// Where in the shard's gradient theirs begins.
+    pub gradient: usize,
     /// Whether weight decay applies.
     pub decays: bool,
 }
@@ -30,14 +32,22 @@ pub fn runs(parts: impl IntoIterator<Item = Run>) -> Vec<Run> {
     let mut joined: Vec<Run> = Vec::new();
     for part in parts.into_iter().filter(|part| !part.range.is_empty()) {
         match joined.last_mut() {
-            Some(last) if last.decays == part.decays && last.range.end == part.range.start => last.range.end = part.range.end,
+            Some(last) if last.decays == part.decays && last.range.end == part.range.start && last.gradient + last.range.len() == part.gradient => {
+                last.range.end = part.range.end;
+            }
             _ => joined.push(part),
         }
     }
     joined
 }
 
-/// A shard as the optimiser sees it: this rank's part of a unit's parameters in f32, and their gradient, equally long.
+impl Run {
+    fn gradient_range(&self) -> Range<usize> {
+        self.gradient..self.gradient + self.range.len()
+    }
+}
+
+/// A shard as the optimiser sees it: this rank's part of a unit's parameters in f32, and their gradient.
 #[derive(Debug)]
 pub struct FlatShard<'a> {
     /// Parameters.
@@ -129,7 +139,7 @@ impl AdamW {
         for (state, gradient) in self.shards.iter().zip(gradients) {
             let Some(gradient) = gradient else { continue };
             for run in &state.runs {
-                let chunks: Vec<f64> = gradient[run.range.clone()].par_chunks(CHUNK).map(|chunk| kernels::squared_norm(chunk, unscale)).collect();
+                let chunks: Vec<f64> = gradient[run.gradient_range()].par_chunks(CHUNK).map(|chunk| kernels::squared_norm(chunk, unscale)).collect();
                 // Added in order: the same bits whatever the number of threads.
                 sum += chunks.iter().sum::<f64>();
             }
@@ -165,7 +175,7 @@ impl AdamW {
                 let coefficients = if run.decays { decaying } else { plain };
                 let chunks = shard.values[run.range.clone()]
                     .par_chunks_mut(CHUNK)
-                    .zip(gradient[run.range.clone()].par_chunks(CHUNK))
+                    .zip(gradient[run.gradient_range()].par_chunks(CHUNK))
                     .zip(moments.average[of_run.clone()].par_chunks_mut(CHUNK))
                     .zip(moments.square[of_run].par_chunks_mut(CHUNK));
                 chunks.for_each(|(((values, gradient), average), square)| kernels::adamw(values, gradient, average, square, coefficients));
@@ -233,6 +243,10 @@ mod tests {
         }
     }
 
+    fn run(range: Range<usize>, decays: bool) -> Run {
+        Run { gradient: range.start, range, decays }
+    }
+
     fn numbers(length: usize, seed: u64) -> Vec<f32> {
         (0..length as u64).map(|index| ((index * 2_654_435_761 + seed * 40_503) % 2_001) as f32 / 1_000.0 - 1.0).collect()
     }
@@ -257,7 +271,7 @@ mod tests {
     fn follows_the_paper_with_and_without_decay() {
         // Long enough for several chunks, and not a multiple of any vector width.
         let length = 2 * CHUNK + 37;
-        let parts = [Run { range: 0..CHUNK + 5, decays: true }, Run { range: CHUNK + 5..length, decays: false }];
+        let parts = [run(0..CHUNK + 5, true), run(CHUNK + 5..length, false)];
         let mut optimizer = AdamW::new(&settings(), [(parts.to_vec(), false)]);
         let start = numbers(length, 1);
         let gradients: Vec<Vec<f32>> = (2..7).map(|seed| numbers(length, seed)).collect();
@@ -281,7 +295,7 @@ mod tests {
     fn touches_nothing_outside_its_runs() {
         let mut values = numbers(100, 1);
         let before = values.clone();
-        let mut optimizer = AdamW::new(&settings(), [(vec![Run { range: 10..20, decays: true }, Run { range: 50..51, decays: false }], false)]);
+        let mut optimizer = AdamW::new(&settings(), [(vec![run(10..20, true), run(50..51, false)], false)]);
         optimizer.step(&mut [FlatShard { values: &mut values, gradient: Some(&numbers(100, 2)) }], 1e-3, 1.0, 1.0);
         for index in 0..100 {
             assert_eq!(values[index] != before[index], (10..20).contains(&index) || index == 50, "element {index}");
@@ -293,7 +307,7 @@ mod tests {
         let gradient = numbers(40_000, 3);
         let update = |cuts: &[Range<usize>]| {
             let mut values = numbers(40_000, 1);
-            let mut optimizer = AdamW::new(&settings(), cuts.iter().map(|cut| (vec![Run { range: 0..cut.len(), decays: true }], false)));
+            let mut optimizer = AdamW::new(&settings(), cuts.iter().map(|cut| (vec![run(0..cut.len(), true)], false)));
             for _ in 0..3 {
                 let mut rest = values.as_mut_slice();
                 let mut shards = Vec::new();
@@ -311,7 +325,7 @@ mod tests {
 
     #[test]
     fn norm_counts_trained_elements_and_shows_what_is_not_finite() {
-        let optimizer = AdamW::new(&settings(), [0..3, 1..2].map(|range| (vec![Run { range, decays: true }], false)));
+        let optimizer = AdamW::new(&settings(), [0..3, 1..2].map(|range| (vec![run(range, true)], false)));
         assert_eq!(optimizer.squared_norm([Some(&[2.0, 4.0, 4.0, f32::NAN][..]), Some(&[f32::INFINITY, 16.0])], 0.5), 1.0 + 4.0 + 4.0 + 64.0);
         assert!(optimizer.squared_norm([Some(&[2.0, f32::NAN, 4.0, 0.0][..]), None], 1.0).is_nan());
         assert!(optimizer.squared_norm([None, Some(&[0.0, f32::NEG_INFINITY][..])], 1.0).is_infinite());
@@ -321,7 +335,7 @@ mod tests {
     fn norm_is_exact_over_many_elements() {
         let length = 1_000_003;
         let gradient = numbers(length, 9);
-        let optimizer = AdamW::new(&settings(), [(vec![Run { range: 0..length, decays: true }], false)]);
+        let optimizer = AdamW::new(&settings(), [(vec![run(0..length, true)], false)]);
         let exact: f64 = gradient.iter().map(|value| f64::from(*value) * f64::from(*value)).sum();
         let norm = optimizer.squared_norm([Some(gradient.as_slice())], 1.0);
         assert!((norm / exact - 1.0).abs() < 1e-7, "{norm} against {exact}");
@@ -337,7 +351,6 @@ mod tests {
 
     #[test]
     fn runs_join_neighbours_that_are_alike() {
-        let run = |range: Range<usize>, decays| Run { range, decays };
         assert_eq!(
             runs([run(0..4, true), run(4..4, false), run(4..9, true), run(9..12, false), run(13..14, false)]),
             [run(0..9, true), run(9..12, false), run(13..14, false)]
@@ -351,7 +364,7 @@ mod tests {
             let account = accounts.rank(0);
             let (mut values, gradient) = (vec![0.0; 1_000], vec![0.0; 1_000]);
             let _guard = account.enter();
-            let mut optimizer = AdamW::new(&settings(), [(vec![Run { range: 0..1_000, decays: true }], offload)]);
+            let mut optimizer = AdamW::new(&settings(), [(vec![run(0..1_000, true)], offload)]);
             assert_eq!(account.usage().allocated, 0);
             optimizer.step(&mut [FlatShard { values: &mut values, gradient: Some(&gradient) }], 1e-3, 1.0, 1.0);
             let usage = account.usage();

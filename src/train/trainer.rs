@@ -5,15 +5,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use burn::tensor::Device;
-
 use super::checkpoint::{Checkpoint, Checkpoints, DataPosition, Progress, SchedulerState, TrainingState};
 use super::config::TrialConfig;
 use super::dataset::{self, TrialData};
 use super::error::TrainError;
 use super::eval::{Evaluated, evaluate, evaluate_full_batch};
 use super::export;
-use super::fsdp::{FullyShardedDataParallel, Shard, WeightSource, run_ranks};
+use super::fsdp::{FullyShardedDataParallel, RankOptions, Shard, WeightSource, run_ranks};
 use super::memory::{self, Accounts, Phase};
 use super::model::tree::ParameterInfo;
 use super::model::{self, ops::AttentionKind};
@@ -28,7 +26,8 @@ use crate::data::{Blocks, Dealing, Epoch};
 use crate::protocol::{Evaluation, MessageKind, Number, PROTOCOL, Step, TrialEnding, TrialResult};
 use crate::spec::settings::{AttnImplementation, FsdpSettings, TrainDuration, TrainSettings};
 
-/// Runs a trial on all its ranks, from the newest of `checkpoints` on where there is one. `began` is when the process did.
+/// Runs a trial on all its ranks, from the newest of `checkpoints` on where there is one. `began` is when the process did; `abandon`
+/// ends it where ranks cannot be ended.
 ///
 /// # Errors
 /// What a rank could not do, or what cannot be read. A loss that becomes NaN is no error but an ending, and so is a request to end.
@@ -38,6 +37,7 @@ pub fn train(
     checkpoints: Option<&Checkpoints>,
     preemption: &Preemption,
     began: Instant,
+    abandon: &(dyn Fn(&TrainError) + Sync),
 ) -> Result<TrialResult, TrainError> {
     let request = &config.request;
     reporter.started(config.world_size())?;
@@ -61,7 +61,8 @@ pub fn train(
             bind_to(&cores.of_rank[rank]);
         }
     };
-    let mut outcomes = run_ranks(config.world_size(), config.cores.threads_per_rank, &Device::flex(), on_thread, |context| {
+    let options = RankOptions { on_blocked: abandon, ..RankOptions::new(config.world_size(), config.cores.threads_per_rank) };
+    let mut outcomes = run_ranks(&options, on_thread, |context| {
         let shared = Shared { config, reporter, data: &data, parameters: &parameters, accounts: &accounts, checkpoints, preemption, began };
         let first_values = weights.as_deref().or(resumed.as_ref().map(|checkpoint| checkpoint as &dyn WeightSource));
         let first_values = first_values.ok_or_else(|| TrainError::Failed("there are no weights to begin with".to_owned()))?;
@@ -324,12 +325,9 @@ impl<'a> Trainer<'a> {
     /// The global gradient norm over all shards of all ranks.
     fn measure_gradients(&mut self, loss_scale: Option<f64>) -> Result<Gradients, TrainError> {
         let unscale = loss_scale.map_or(1.0, |scale| (1.0 / scale) as f32);
-        let replicated = self.engine.shards().first().is_some_and(|shard| shard.replicated);
-        let mut squares = self.optimizer.squared_norm(self.engine.shards().iter().map(|shard| shard.gradient.as_deref()), unscale);
-        if replicated {
-            // Every rank has every gradient; the sum over ranks must count each once.
-            squares /= self.engine.group().world_size() as f64;
-        }
+        let replicas = self.engine.shards().first().map_or(1, |shard| shard.replicas);
+        // Replicas have the same gradients; the sum over ranks must count each once.
+        let squares = self.optimizer.squared_norm(self.engine.shards().iter().map(|shard| shard.gradient.as_deref()), unscale) / replicas as f64;
         let norm = self.engine.group().all_reduce_numbers(&[squares])?[0].sqrt();
         Ok(Gradients { norm, unscale })
     }
@@ -525,11 +523,9 @@ fn total_steps(settings: &TrainSettings, blocks: &Blocks, dealing: &Dealing) -> 
 /// it decays, whatever `decay_norm_and_bias` says: PyTorch cannot tell its parts apart either.
 fn trained_runs(shard: &Shard, settings: &TrainSettings, fsdp: &FsdpSettings) -> Vec<optim::Run> {
     let decay_all = settings.decay_norm_and_bias || !fsdp.use_orig_params;
-    optim::runs(
-        shard
-            .segments
-            .iter()
-            .filter(|segment| segment.requires_grad)
-            .map(|segment| optim::Run { range: segment.range.clone(), decays: segment.decays_by_default || decay_all }),
-    )
+    optim::runs(shard.segments.iter().filter_map(|segment| Some((segment, segment.gradient?))).map(|(segment, gradient)| optim::Run {
+        range: segment.range.clone(),
+        gradient,
+        decays: segment.decays_by_default || decay_all,
+    }))
 }

@@ -156,7 +156,7 @@ fn collapsing_says_why_and_keeps_what_was_written() {
     assert_eq!(row.effective, row.settings);
 }
 
-/// The hybrid strategies are refused until they are built; what they collapse to is decided already.
+/// A shard group of the whole world is plain sharding.
 #[test]
 fn a_hybrid_group_of_the_whole_world_is_no_hybrid() {
     let mut settings = only_row(&base_and("[fsdp]\nauto_wrap_policy = \"TRANSFORMER_BASED_WRAP\"\n[device]\nworld_size = 4\n")).settings;
@@ -169,6 +169,22 @@ fn a_hybrid_group_of_the_whole_world_is_no_hybrid() {
         settings.fsdp.hybrid_shard_size = group;
         assert_eq!(collapse(&settings).0.fsdp.sharding_strategy, effective, "{written:?} {group:?}");
     }
+}
+
+/// Case 23: a grid over FSDP1's switches and both versions has one trial of version 2 for each way to reshard.
+#[test]
+fn version_2_has_its_own_switches_only() {
+    let plan = base_and(
+        "[fsdp]\nauto_wrap_policy = \"TRANSFORMER_BASED_WRAP\"\n[device]\nworld_size = 4\n[grid]\nfsdp_version = [1, 2]\nbackward_prefetch = [\"BACKWARD_PRE\", \"NO_PREFETCH\"]\nreshard_after_forward = [true, false, 1, 2, 4]\n",
+    );
+    let of = |version: u8| {
+        let rows = plan.rows.iter().filter(|row| row.settings.fsdp.fsdp_version == version);
+        rows.map(|row| (row.effective.fsdp.backward_prefetch, row.effective.fsdp.reshard_after_forward)).collect::<Vec<_>>()
+    };
+    let (keep, free) = (Some(ReshardAfterForward::Flag(false)), Some(ReshardAfterForward::Flag(true)));
+    let each = [free, keep, keep, Some(ReshardAfterForward::Ranks(2)), free];
+    assert_eq!(of(2), [each, each].concat().into_iter().map(|reshard| (BackwardPrefetch::BackwardPre, reshard)).collect::<Vec<_>>());
+    assert!(of(1).iter().all(|(_, reshard)| reshard.is_none()));
 }
 
 /// Case 22: a grid of a billion points is counted, not built.

@@ -102,16 +102,10 @@ fn each_kind_of_mistake_is_found_at_its_place() {
 #[test]
 fn what_is_not_built_is_refused_by_name() {
     let cases = [
-        ("[fsdp]\nfsdp_version = 2", "`fsdp.fsdp_version = 2` is not built yet: per-parameter sharding (FSDP2)"),
-        (
-            "[grid]\nsharding_strategy = [\"HYBRID_SHARD\"]",
-            "`fsdp.sharding_strategy = HYBRID_SHARD` is not built yet: sharding within groups and replicating across them",
-        ),
         (
             "[fsdp]\nmixed_precision = \"fp8\"",
             "fsdp.mixed_precision: mixed_precision = \"fp8\" is not built: it needs hardware and kernels that sweep has not",
         ),
-        ("[[case]]\ntrainable = \"h.0\"", "`model.trainable` is not built yet: freezing parameters"),
         ("[peft]\nr = 8", "`[peft]` is not built yet: training adapters instead of all parameters"),
         ("[runner]\ncommand = \"x\"", "`[runner]` is not built yet: running training programs other than sweep's own"),
         ("[profile.big.model]\nattn_implementation = \"flash\"", "`model.attn_implementation = flash` is not built yet: fused attention"),
@@ -160,4 +154,32 @@ proptest! {
             }
         }
     }
+}
+
+/// A switch of one version of FSDP is refused where every point it applies to has the other, and taken where some point can mean it.
+#[test]
+fn switches_of_the_other_version_are_refused_by_name() {
+    let refused =
+        |key: &str, version: u8| vec![format!("`fsdp.{key}` is a switch of FSDP{version}: it means nothing with fsdp_version = {}", 3 - version)];
+    for (key, value) in [
+        ("sharding_strategy", "\"SHARD_GRAD_OP\""),
+        ("backward_prefetch", "\"BACKWARD_POST\""),
+        ("forward_prefetch", "true"),
+        ("limit_all_gathers", "false"),
+        ("use_orig_params", "false"),
+        ("sync_module_states", "false"),
+    ] {
+        let messages = |text: &str| {
+            let text = format!("{BASE}{}\n", text.replace("KEY", key).replace("VALUE", value));
+            let found = crate::spec::load("sweep.toml", &text, &Overlays::default(), &Surroundings::default()).err();
+            found.map_or(Vec::new(), |errors| errors.errors.iter().map(|error| error.message.clone()).collect::<Vec<_>>())
+        };
+        assert_eq!(messages("[fsdp]\nfsdp_version = 2\nKEY = VALUE"), refused(key, 1));
+        assert_eq!(messages("[fsdp]\nfsdp_version = 2\n[grid]\nKEY = [VALUE]"), refused(key, 1));
+        assert_eq!(messages("[[case]]\nfsdp_version = 2\nKEY = VALUE\n[[case]]\nKEY = VALUE"), refused(key, 1));
+        assert_eq!(messages("[fsdp]\nKEY = VALUE\n[[case]]\nfsdp_version = 2\n[[case]]\nlabel = \"b\"\nfsdp_version = 1"), Vec::<String>::new());
+        assert_eq!(messages("[grid]\nfsdp_version = [1, 2]\nKEY = [VALUE]"), Vec::<String>::new());
+    }
+    let errors = errors_with(&format!("{BASE}[fsdp]\nreshard_after_forward = 2\n"), &[]);
+    assert_eq!(errors.errors.iter().map(|error| error.message.clone()).collect::<Vec<_>>(), refused("reshard_after_forward", 2));
 }

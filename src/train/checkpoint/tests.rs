@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use burn::tensor::Device;
 use serde_json::json;
 use tempfile::TempDir;
 
 use super::*;
 use crate::protocol::{Architecture, Gpt2Config};
 use crate::spec::settings::{FsdpSettings, TrainSettings};
-use crate::train::fsdp::{Batch, EngineOptions, LossSum, RankContext, WeightSource, run_ranks};
+use crate::train::fsdp::{Batch, EngineOptions, LossSum, RankContext, RankOptions, WeightSource, run_ranks};
 use crate::train::memory::Accounts;
 use crate::train::model::Model;
 use crate::train::model::gpt2::Gpt2;
@@ -85,8 +84,8 @@ impl Rank {
     fn new(context: RankContext, settings: &FsdpSettings, options: &EngineOptions, weights: &dyn WeightSource) -> Self {
         let mut engine = FullyShardedDataParallel::new(context, model(), settings, options, weights).unwrap();
         let runs = |shard: &crate::train::fsdp::Shard| {
-            let trained = shard.segments.iter().filter(|segment| segment.requires_grad);
-            crate::train::optim::runs(trained.map(|segment| Run { range: segment.range.clone(), decays: true }))
+            let trained = shard.segments.iter().filter_map(|segment| Some((segment, segment.gradient?)));
+            crate::train::optim::runs(trained.map(|(segment, gradient)| Run { range: segment.range.clone(), gradient, decays: true }))
         };
         let layouts: Vec<_> = engine.shards().iter().map(|shard| (runs(shard), shard.offloaded)).collect();
         Self { optimizer: AdamW::new(&train_settings(), layouts), engine }
@@ -109,9 +108,7 @@ impl Rank {
 fn trained(folder: &Path, settings: &FsdpSettings, options: &EngineOptions) -> LossSum {
     let weights = RandomWeights::new(&Architecture::Gpt2(sizes()), 3);
     let losses = run_ranks(
-        2,
-        1,
-        &Device::flex(),
+        &RankOptions::new(2, 1),
         |_| {},
         |context| {
             let number = context.rank;
@@ -155,9 +152,7 @@ fn any_world_reads_what_any_other_wrote() {
             for (world_size, reader) in &readers {
                 let again = format!("again-{kind}-{world_size}");
                 let losses = run_ranks(
-                    *world_size,
-                    1,
-                    &Device::flex(),
+                    &RankOptions::new(*world_size, 1),
                     |_| {},
                     |context| {
                         let mut rank = Rank::new(context, &settings(reader), options, &checkpoint);
@@ -192,7 +187,7 @@ fn a_full_state_dict_is_streamed() {
         let of_rank = of_rank.clone();
         move |rank: usize| of_rank[rank].adopt_thread()
     };
-    run_ranks(2, 1, &Device::flex(), adopt, |context| {
+    run_ranks(&RankOptions::new(2, 1), adopt, |context| {
         let account = of_rank[context.rank];
         let mut engine = FullyShardedDataParallel::new(
             context,

@@ -1,11 +1,9 @@
 //! What is saved is read again by this program, bit for bit, from every way in which a model can be sharded.
 
-use burn::tensor::Device;
-
 use super::*;
 use crate::data::{self, Hub};
 use crate::spec::settings::{AttnImplementation, AutoWrapPolicy, FsdpSettings, Init, ModelConfigOverrides, ModelSettings, ShardingStrategy};
-use crate::train::fsdp::{EngineOptions, run_ranks};
+use crate::train::fsdp::{EngineOptions, RankOptions, run_ranks};
 use crate::train::weights;
 
 fn gold(name: &str) -> PathBuf {
@@ -40,9 +38,7 @@ fn save(
 ) -> Result<(), TrainError> {
     let source = weights::open(model, 5)?;
     run_ranks(
-        world_size,
-        1,
-        &Device::flex(),
+        &RankOptions::new(world_size, 1),
         |_| {},
         |context| {
             let network = model::build(&model.architecture, AttentionKind::Flash);
@@ -129,9 +125,7 @@ fn saving_takes_no_memory_to_speak_of() {
     let accounts = memory::Accounts::new(2).unwrap();
     let of_rank = accounts.ranks().to_vec();
     let more = run_ranks(
-        2,
-        1,
-        &Device::flex(),
+        &RankOptions::new(2, 1),
         move |rank| of_rank[rank].adopt_thread(),
         |context| {
             let network = model::build(&random.architecture, AttentionKind::Flash);

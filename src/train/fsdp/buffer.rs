@@ -28,6 +28,15 @@ impl Buffer {
         }
     }
 
+    /// None yet, with room for `capacity`.
+    pub fn with_capacity(dtype: DType, capacity: usize) -> Self {
+        match dtype {
+            DType::Fp32 => Self::F32(Vec::with_capacity(capacity)),
+            DType::Fp16 => Self::F16(Vec::with_capacity(capacity)),
+            DType::Bf16 => Self::Bf16(Vec::with_capacity(capacity)),
+        }
+    }
+
     /// `values` rounded to `dtype`.
     pub fn from_f32(dtype: DType, values: &[f32]) -> Self {
         match dtype {
@@ -77,6 +86,16 @@ impl Buffer {
         }
     }
 
+    /// Adds every number of `other`, which is of the same data type, and rounds it again.
+    pub(super) fn add(&mut self, other: &Self) {
+        match (self, other) {
+            (Self::F32(sum), Self::F32(other)) => sum.iter_mut().zip(other).for_each(|(sum, other)| *sum += *other),
+            (Self::F16(sum), Self::F16(other)) => sum.iter_mut().zip(other).for_each(|(sum, other)| *sum += *other),
+            (Self::Bf16(sum), Self::Bf16(other)) => sum.iter_mut().zip(other).for_each(|(sum, other)| *sum += *other),
+            (sum, other) => *sum = Self::from_f32(sum.dtype(), &sum.to_f32().iter().zip(other.to_f32()).map(|(a, b)| a + b).collect::<Vec<_>>()),
+        }
+    }
+
     /// The numbers as f32, without a copy if that is what they are and `copy` does not ask for one.
     pub(super) fn into_f32(self, copy: bool) -> Vec<f32> {
         match self {
@@ -106,25 +125,55 @@ impl Buffer {
         }
     }
 
-    /// The numbers of `parts`, one after another.
-    pub(super) fn concatenate<'a>(parts: impl Iterator<Item = &'a Self> + Clone) -> Result<Self, TrainError> {
-        let length = parts.clone().map(Self::len).sum();
-        let first = parts.clone().next().ok_or_else(mixed)?;
-        match first {
-            Self::F32(_) => join(length, parts, |part| if let Self::F32(values) = part { Some(values) } else { None }).map(Self::F32),
-            Self::F16(_) => join(length, parts, |part| if let Self::F16(values) = part { Some(values) } else { None }).map(Self::F16),
-            Self::Bf16(_) => join(length, parts, |part| if let Self::Bf16(values) = part { Some(values) } else { None }).map(Self::Bf16),
+    /// Appends the numbers of `other` in `range`.
+    pub(super) fn extend_from(&mut self, other: &Self, range: Range<usize>) -> Result<(), TrainError> {
+        let appended = match (self, other) {
+            (Self::F32(values), Self::F32(other)) => other.get(range).map(|other| values.extend_from_slice(other)),
+            (Self::F16(values), Self::F16(other)) => other.get(range).map(|other| values.extend_from_slice(other)),
+            (Self::Bf16(values), Self::Bf16(other)) => other.get(range).map(|other| values.extend_from_slice(other)),
+            _ => None,
+        };
+        appended.ok_or_else(mixed)
+    }
+
+    /// Appends `count` zeros.
+    pub(super) fn extend_zeros(&mut self, count: usize) {
+        match self {
+            Self::F32(values) => values.resize(values.len() + count, 0.0),
+            Self::F16(values) => values.resize(values.len() + count, f16::ZERO),
+            Self::Bf16(values) => values.resize(values.len() + count, bf16::ZERO),
         }
     }
 
-    /// The element-wise sum of `parts` within `range`, added in order and rounded after every addition, as a ring of ranks does.
-    pub(super) fn sum<'a>(parts: impl Iterator<Item = &'a Self> + Clone, range: Range<usize>) -> Result<Self, TrainError> {
-        let first = parts.clone().next().ok_or_else(mixed)?;
-        match first {
-            Self::F32(_) => add(range, parts, |part| if let Self::F32(values) = part { Some(values) } else { None }, |a, b| a + b).map(Self::F32),
-            Self::F16(_) => add(range, parts, |part| if let Self::F16(values) = part { Some(values) } else { None }, |a, b| a + b).map(Self::F16),
-            Self::Bf16(_) => add(range, parts, |part| if let Self::Bf16(values) = part { Some(values) } else { None }, |a, b| a + b).map(Self::Bf16),
+    /// Appends the element-wise sum of `parts` within `range`, added in order and rounded after every addition, as a ring of ranks does.
+    pub(super) fn extend_with_sum<'a>(&mut self, parts: impl Iterator<Item = &'a Self>, range: Range<usize>) -> Result<(), TrainError> {
+        let start = self.len();
+        for (index, part) in parts.enumerate() {
+            if index == 0 {
+                self.extend_from(part, range.clone())?;
+                continue;
+            }
+            let added = match (&mut *self, part) {
+                (Self::F32(sum), Self::F32(part)) => add(&mut sum[start..], part.get(range.clone()), |a, b| a + b),
+                (Self::F16(sum), Self::F16(part)) => add(&mut sum[start..], part.get(range.clone()), |a, b| a + b),
+                (Self::Bf16(sum), Self::Bf16(part)) => add(&mut sum[start..], part.get(range.clone()), |a, b| a + b),
+                _ => None,
+            };
+            added.ok_or_else(mixed)?;
         }
+        Ok(())
+    }
+
+    /// Puts the numbers of `other` at `start`.
+    pub(super) fn overwrite(&mut self, start: usize, other: &Self) -> Result<(), TrainError> {
+        let range = start..start + other.len();
+        let written = match (self, other) {
+            (Self::F32(values), Self::F32(other)) => values.get_mut(range).map(|values| values.copy_from_slice(other)),
+            (Self::F16(values), Self::F16(other)) => values.get_mut(range).map(|values| values.copy_from_slice(other)),
+            (Self::Bf16(values), Self::Bf16(other)) => values.get_mut(range).map(|values| values.copy_from_slice(other)),
+            _ => None,
+        };
+        written.ok_or_else(mixed)
     }
 }
 
@@ -132,32 +181,10 @@ fn mixed() -> TrainError {
     TrainError::Failed("ranks brought buffers of different data types or lengths to one collective".to_owned())
 }
 
-fn join<'a, T: Copy + 'a>(
-    length: usize,
-    parts: impl Iterator<Item = &'a Buffer>,
-    values: impl Fn(&'a Buffer) -> Option<&'a Vec<T>>,
-) -> Result<Vec<T>, TrainError> {
-    let mut joined = Vec::with_capacity(length);
-    for part in parts {
-        joined.extend_from_slice(values(part).ok_or_else(mixed)?);
-    }
-    Ok(joined)
-}
-
-fn add<'a, T: Copy + 'a>(
-    range: Range<usize>,
-    mut parts: impl Iterator<Item = &'a Buffer>,
-    values: impl Fn(&'a Buffer) -> Option<&'a Vec<T>>,
-    plus: impl Fn(T, T) -> T,
-) -> Result<Vec<T>, TrainError> {
-    let part = |part: &'a Buffer| values(part).and_then(|values| values.get(range.clone())).ok_or_else(mixed);
-    let mut sum = part(parts.next().ok_or_else(mixed)?)?.to_vec();
-    for next in parts {
-        for (total, &value) in sum.iter_mut().zip(part(next)?) {
-            *total = plus(*total, value);
-        }
-    }
-    Ok(sum)
+fn add<T: Copy>(sum: &mut [T], part: Option<&[T]>, plus: impl Fn(T, T) -> T) -> Option<()> {
+    let part = part.filter(|part| part.len() == sum.len())?;
+    sum.iter_mut().zip(part).for_each(|(sum, part)| *sum = plus(*sum, *part));
+    Some(())
 }
 
 /// Rust's type of a [`Buffer`]'s numbers.

@@ -1,20 +1,26 @@
-//! The life cycle of units: when each is gathered, freed and reduced. Follows PyTorch's `_runtime_utils.py` hook by hook.
+//! The life cycle of units: when each is gathered, freed and reduced. Follows PyTorch's `_runtime_utils.py` (FSDP1) and `_fsdp_param_group.py` (FSDP2) hook
+//! by hook.
 //!
-//! A collective has ended when the call returns, so a rank never has more than one in flight and `limit_all_gathers` bounds nothing yet; what prefetch
-//! decides is when gathers happen and how many units are resident. `unshard` and `reduce` are the two places to hand over to a communication thread.
+//! Collectives are issued to the rank's communication thread; the rank waits for a gather when it first reads a parameter, and for a reduction when it issues
+//! the next one. Buffers are allocated and freed by the rank's own thread at these points, so that what it holds does not depend on how fast others are.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::buffer::Buffer;
-use super::group::RankContext;
-use super::layout::FlatLayout;
+use super::communicator::Progress;
+use super::layout::{Cut, FlatLayout, is_within};
+use super::mesh::{DeviceMesh, Reshard};
+use super::ranks::RankContext;
 use super::trace::TraceEvent;
-use super::unit::{UnitPass, UnitState};
-use crate::spec::settings::{BackwardPrefetch, DType, FsdpSettings, ShardingStrategy};
+use super::unit::{Full, Reduction, UnitPass, UnitState};
+use crate::spec::settings::{BackwardPrefetch, DType, FsdpSettings};
 use crate::train::error::TrainError;
 use crate::train::model::{Parameter, ParameterStore};
+
+/// Gathers in flight with `limit_all_gathers`, as PyTorch's `_FreeEventQueue`.
+const MOST_GATHERS_IN_FLIGHT: usize = 2;
 
 /// Where a parameter lives.
 struct Home {
@@ -22,15 +28,19 @@ struct Home {
     /// Number among the unit's parameters.
     number: usize,
     range: Range<usize>,
-    requires_grad: bool,
+    /// Where in the whole gradient; `None` if it is frozen.
+    gradient: Option<Range<usize>>,
 }
 
 /// What all parts of one rank's engine share.
 pub(super) struct Core {
     pub(super) context: RankContext,
+    pub(super) mesh: DeviceMesh,
     pub(super) layouts: Vec<FlatLayout>,
     pub(super) settings: FsdpSettings,
     units: Vec<Mutex<UnitState>>,
+    /// Units inside each unit's module.
+    inside: Vec<Vec<usize>>,
     homes: Vec<Home>,
     names: HashMap<String, usize>,
     unit_of_path: HashMap<String, usize>,
@@ -39,7 +49,7 @@ pub(super) struct Core {
 }
 
 /// State of the pass as a whole.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Pass {
     synchronise: bool,
     /// Units in the order of their first forward, as the last pass saw it; empty before the first.
@@ -49,8 +59,18 @@ struct Pass {
     /// Units in the order in which their forward ended.
     post_forward: Vec<usize>,
     borrowed: Vec<usize>,
+    /// Units all of whose gradients have arrived and which wait for others.
+    complete: Vec<usize>,
+    /// Units whose views were made.
+    created: usize,
     /// A checkpointed block runs again: forward has promised its gradients already.
     recomputing: bool,
+    /// Gathers that were issued, the oldest first, but for those that are known to have ended.
+    gathers: VecDeque<Arc<dyn Progress>>,
+    /// Most of them at a time.
+    most_gathers: usize,
+    /// The unit whose gradient is being reduced.
+    reducing: Option<usize>,
 }
 
 /// Ends the pass with `error`: unwinds without the panic hook to where the pass began.
@@ -67,20 +87,22 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Core {
-    pub(super) fn new(context: RankContext, layouts: Vec<FlatLayout>, settings: FsdpSettings) -> Self {
+    pub(super) fn new(context: RankContext, mesh: DeviceMesh, layouts: Vec<FlatLayout>, settings: FsdpSettings) -> Self {
         let mut homes = Vec::new();
         let mut names = HashMap::new();
         for (unit, layout) in layouts.iter().enumerate() {
             for (number, placed) in layout.parameters.iter().enumerate() {
                 names.insert(placed.info.name.clone(), homes.len());
-                homes.push(Home { unit, number, range: placed.range.clone(), requires_grad: placed.requires_grad });
+                homes.push(Home { unit, number, range: placed.range.clone(), gradient: placed.gradient.clone() });
             }
         }
         // Units without parameters never act.
         let unit_of_path =
             layouts.iter().enumerate().filter(|(_, layout)| layout.numel > 0).map(|(unit, layout)| (layout.unit.clone(), unit)).collect();
         let units = layouts.iter().map(|_| Mutex::default()).collect();
-        Self { context, layouts, settings, units, homes, names, unit_of_path, pass: Mutex::default(), trace: Mutex::default() }
+        let is_inside = |inner: usize, outer: usize| inner != outer && is_within(&layouts[inner].unit, &layouts[outer].unit);
+        let inside = (0..layouts.len()).map(|outer| (0..layouts.len()).filter(|inner| is_inside(*inner, outer)).collect()).collect();
+        Self { context, mesh, layouts, settings, units, inside, homes, names, unit_of_path, pass: Mutex::default(), trace: Mutex::default() }
     }
 
     pub(super) fn unit(&self, unit: usize) -> MutexGuard<'_, UnitState> {
@@ -99,16 +121,18 @@ impl Core {
         Some(Parameter::new(self.clone(), index, shape, self.settings.mixed_precision.param_dtype))
     }
 
-    fn strategy(&self) -> ShardingStrategy {
-        self.settings.sharding_strategy
+    fn is_version_2(&self) -> bool {
+        self.settings.fsdp_version == 2
     }
 
     pub(super) fn is_sharded(&self) -> bool {
-        self.strategy() != ShardingStrategy::NoShard
+        self.mesh.shard_group.is_some()
     }
 
-    fn is_root(&self, unit: usize) -> bool {
-        self.layouts[unit].unit.is_empty()
+    /// Whether units are freed when they have done their part, rather than kept for the next pass: FSDP1's `SHARD_GRAD_OP` keeps them between passes that are
+    /// not synchronised.
+    fn frees_after_backward(&self, synchronise: bool) -> bool {
+        synchronise || self.is_version_2() || self.mesh.reshard != Reshard::Not
     }
 
     /// Switches the record of events on, or off and hands it over.
@@ -125,13 +149,8 @@ impl Core {
         }
     }
 
-    fn note_collective(&self, operation: &'static str, unit: usize, dtype: DType) {
-        self.note(|| TraceEvent::Collective {
-            operation,
-            full_numel: self.layouts[unit].padded_numel(),
-            dtype,
-            unit: self.layouts[unit].unit.clone(),
-        });
+    fn note_collective(&self, operation: &'static str, unit: usize, full_numel: usize, dtype: DType) {
+        self.note(|| TraceEvent::Collective { operation, full_numel, dtype, unit: self.layouts[unit].unit.clone() });
     }
 
     // ------------------------------------------------------------------------------------------------ a pass
@@ -142,13 +161,15 @@ impl Core {
         pass.pre_forward.clear();
         pass.post_forward.clear();
         pass.borrowed.clear();
+        pass.complete.clear();
+        pass.created = 0;
         pass.recomputing = false;
         for unit in 0..self.units.len() {
             self.unit(unit).pass = UnitPass::default();
         }
     }
 
-    /// Reduces what still waits for gradients that never came, and frees what is still gathered.
+    /// Reduces what still waits for gradients that never came, fetches what is being reduced, and frees what is still gathered.
     pub(super) fn end_backward(&self) {
         for unit in (0..self.units.len()).rev() {
             let late = {
@@ -159,61 +180,151 @@ impl Core {
                 self.post_backward(unit);
             }
         }
+        self.finish_reduction();
         self.end_pass();
     }
 
-    /// Frees what is still gathered, but for what `SHARD_GRAD_OP` keeps from one unsynchronised pass to the next.
+    /// Frees what is still gathered, but for what is kept from one unsynchronised pass to the next.
     pub(super) fn end_pass(&self) {
-        let mut pass = lock(&self.pass);
-        if !pass.pre_forward.is_empty() {
-            pass.known_order = std::mem::take(&mut pass.pre_forward);
-        }
-        if pass.synchronise || self.strategy() != ShardingStrategy::ShardGradOp {
-            for unit in 0..self.units.len() {
-                self.unit(unit).full = None;
+        let synchronise = {
+            let mut pass = lock(&self.pass);
+            if !pass.pre_forward.is_empty() {
+                pass.known_order = std::mem::take(&mut pass.pre_forward);
+            }
+            pass.synchronise
+        };
+        for unit in 0..self.units.len() {
+            if self.frees_after_backward(synchronise) || !self.is_sharded() {
+                self.free(unit);
+            } else {
+                self.fetch(unit);
             }
         }
     }
 
     /// Frees everything that a failed pass left.
     pub(super) fn abandon_pass(&self) {
+        let mut pass = lock(&self.pass);
+        pass.gathers.clear();
+        pass.reducing = None;
         for unit in 0..self.units.len() {
             let mut state = self.unit(unit);
-            state.full = None;
-            state.gradient = None;
-            state.filled.clear();
+            *state = UnitState { shard: state.shard.take(), reduced: state.reduced.take(), ..UnitState::default() };
         }
     }
 
     // ------------------------------------------------------------------------------------------------ gather and free
 
-    /// Makes the whole unit resident.
+    /// Issues the gather of a unit that is not here.
     fn unshard(&self, unit: usize) {
-        let shard = {
+        let dtype = self.settings.mixed_precision.param_dtype;
+        let layout = &self.layouts[unit];
+        let (part, kept) = {
             let state = self.unit(unit);
-            if state.full.is_some() {
+            if !matches!(state.full, Full::Gone) {
                 return;
             }
-            state.shard.clone()
+            (state.kept.clone().or_else(|| state.shard.clone()), state.kept.is_some())
         };
-        let Some(shard) = shard else { raise(TrainError::Failed(format!("unit {} is used outside a pass", self.layouts[unit].unit))) };
-        let dtype = self.settings.mixed_precision.param_dtype;
+        let Some(part) = part else { raise(TrainError::Failed(format!("unit \"{}\" is used outside a pass", layout.unit))) };
         // The low-precision copy of the shard, or the copy on the device of an offloaded one, lives only as long as the gather.
-        let local = match &*shard {
-            Buffer::F32(values) if dtype != DType::Fp32 || self.settings.cpu_offload => Arc::new(Buffer::from_f32(dtype, values)),
-            _ => shard,
+        let part = match &*part {
+            Buffer::F32(values) if !kept && (dtype != DType::Fp32 || self.settings.cpu_offload) => Arc::new(Buffer::from_f32(dtype, values)),
+            _ => part,
         };
-        let full = if self.is_sharded() {
-            self.note_collective("all_gather", unit, dtype);
-            Arc::new(or_raise(self.context.group.all_gather(local)))
-        } else {
-            local
+        let group = if kept { &self.mesh.post_forward_group } else { &self.mesh.shard_group };
+        let Some(group) = group.clone() else {
+            self.unit(unit).full = Full::Here(part);
+            return;
         };
-        self.unit(unit).full = Some(full);
+        let cut = if kept { Cut::even(layout.cut.full_numel, group.world_size()) } else { layout.cut.clone() };
+        self.note_collective("all_gather", unit, cut.padded_numel(), dtype);
+        let room = Buffer::with_capacity(dtype, cut.full_numel);
+        if self.settings.limit_all_gathers {
+            self.wait_for_gathers(MOST_GATHERS_IN_FLIGHT - 1);
+        }
+        let given = part.clone();
+        let work = self.context.communicator.issue(move || group.all_gather(room, given, &cut));
+        {
+            let mut pass = lock(&self.pass);
+            pass.gathers.retain(|gather| !gather.is_done());
+            pass.gathers.push_back(work.progress());
+            pass.most_gathers = pass.most_gathers.max(pass.gathers.len());
+        }
+        self.unit(unit).full = Full::Gathering { work, part };
     }
 
-    fn reshard(&self, unit: usize) {
-        self.unit(unit).full = None;
+    /// Most gathers that were ever in flight.
+    pub(super) fn most_gathers_in_flight(&self) -> usize {
+        lock(&self.pass).most_gathers
+    }
+
+    /// Waits until at most `most` gathers are in flight.
+    fn wait_for_gathers(&self, most: usize) {
+        loop {
+            let oldest = {
+                let mut pass = lock(&self.pass);
+                pass.gathers.retain(|gather| !gather.is_done());
+                if pass.gathers.len() <= most {
+                    return;
+                }
+                pass.gathers.front().cloned()
+            };
+            if let Some(oldest) = oldest {
+                oldest.wait_until_done();
+            }
+        }
+    }
+
+    /// Waits for a unit's gather, if it was issued.
+    fn fetch(&self, unit: usize) -> Option<Arc<Buffer>> {
+        let mut state = self.unit(unit);
+        match std::mem::take(&mut state.full) {
+            Full::Gone => None,
+            Full::Here(full) => {
+                state.full = Full::Here(full.clone());
+                Some(full)
+            }
+            Full::Gathering { work, part } => {
+                drop(state);
+                let full = Arc::new(or_raise(work.wait()));
+                drop(part);
+                let mut state = self.unit(unit);
+                state.kept = None;
+                state.full = Full::Here(full.clone());
+                Some(full)
+            }
+        }
+    }
+
+    /// Frees a unit.
+    fn free(&self, unit: usize) {
+        drop(self.fetch(unit));
+        let mut state = self.unit(unit);
+        state.full = Full::Gone;
+        state.kept = None;
+    }
+
+    /// Does with a gathered unit what is due after its forward.
+    fn reshard_after_forward(&self, unit: usize) {
+        // FSDP1 keeps the root gathered, since backward begins with it.
+        let root = !self.is_version_2() && self.layouts[unit].unit.is_empty();
+        match self.mesh.reshard {
+            _ if root || !self.is_sharded() => {}
+            Reshard::Not => {}
+            Reshard::ToShards => self.free(unit),
+            Reshard::ToRanks(ranks) => {
+                let Some(full) = self.fetch(unit) else { return };
+                let piece = Cut::even(full.len(), ranks).pieces[self.mesh.shard_rank % ranks][0].full.clone();
+                let end = piece.end.min(full.len());
+                let mut part = Buffer::with_capacity(full.dtype(), piece.len());
+                or_raise(part.extend_from(&full, piece.start.min(end)..end));
+                part.extend_zeros(piece.len() - part.len());
+                drop(full);
+                self.free(unit);
+                self.unit(unit).kept = Some(Arc::new(part));
+            }
+        }
     }
 
     // ------------------------------------------------------------------------------------------------ hooks
@@ -221,10 +332,10 @@ impl Core {
     /// A unit's module begins its forward.
     pub(super) fn pre_forward(&self, unit: usize, recompute: bool) {
         self.unshard(unit);
-        self.unit(unit).pass.inside = true;
         if recompute {
             return;
         }
+        self.create_views(unit);
         let next = {
             let mut pass = lock(&self.pass);
             if !pass.pre_forward.contains(&unit) {
@@ -236,10 +347,24 @@ impl Core {
         if let Some(next) = next
             && self.settings.forward_prefetch
             && self.is_sharded()
-            && self.unit(next).full.is_none()
+            && matches!(self.unit(next).full, Full::Gone)
         {
             self.unshard(next);
+            self.create_views(next);
             self.unit(next).pass.behind = Some(unit);
+        }
+    }
+
+    /// A unit's parameters become views of the gathered buffer, if they are not: the order of this is the order of backward.
+    fn create_views(&self, unit: usize) {
+        let created = {
+            let mut pass = lock(&self.pass);
+            pass.created += 1;
+            pass.created
+        };
+        let state = &mut self.unit(unit).pass;
+        if state.created == 0 {
+            state.created = created;
         }
     }
 
@@ -250,12 +375,11 @@ impl Core {
 
     /// A unit's module ended its forward; `tracked` if backward will come to it.
     pub(super) fn post_forward(&self, unit: usize, recompute: bool, tracked: bool) {
-        // PyTorch keeps the root gathered, since backward begins with it.
-        if self.strategy() == ShardingStrategy::FullShard && !self.is_root(unit) {
-            self.reshard(unit);
+        // FSDP2 leaves alone what a checkpointed block gathers when it runs again: its backward follows.
+        if !(recompute && self.is_version_2()) {
+            self.reshard_after_forward(unit);
         }
         let mut state = self.unit(unit);
-        state.pass.inside = false;
         state.pass.ran_pre_backward = false;
         state.pass.needs_pre_backward = tracked;
         drop(state);
@@ -268,11 +392,7 @@ impl Core {
     pub(super) fn return_borrowed(&self) {
         let borrowed = std::mem::take(&mut lock(&self.pass).borrowed);
         for unit in borrowed {
-            let mut state = self.unit(unit);
-            state.pass.borrowed = false;
-            if self.strategy() == ShardingStrategy::FullShard {
-                state.full = None;
-            }
+            self.reshard_after_forward(unit);
         }
     }
 
@@ -286,11 +406,23 @@ impl Core {
             state.pass.ran_pre_backward = true;
             state.pass.needs_pre_backward = false;
         }
+        self.free_frozen(unit);
         self.unshard(unit);
-        if self.settings.backward_prefetch == BackwardPrefetch::BackwardPre {
+        if self.is_version_2() || self.settings.backward_prefetch == BackwardPrefetch::BackwardPre {
             self.prefetch_in_backward(unit);
         }
         self.unit(unit).pass.prefetched = false;
+    }
+
+    /// Frees the units that backward has left behind and that wait for no gradient, being frozen, now that it has come to `reached`. (PyTorch hooks their
+    /// inputs for this.)
+    fn free_frozen(&self, reached: usize) {
+        for unit in (0..self.units.len()).filter(|unit| !self.layouts[*unit].is_trained() && self.is_sharded()) {
+            let left = self.unit(unit).pass.ran_pre_backward && !is_within(&self.layouts[reached].unit, &self.layouts[unit].unit);
+            if left {
+                self.free(unit);
+            }
+        }
     }
 
     /// Gathers the unit whose forward ended before this one's, if backward is still to come to it.
@@ -310,75 +442,138 @@ impl Core {
         self.unshard(before);
     }
 
-    /// All gradients of a unit have arrived.
+    /// All gradients of a unit have arrived: it is done with, and so may others be that waited for it.
     fn complete(&self, unit: usize) {
-        let (waiting, behind) = {
-            let mut state = self.unit(unit);
-            state.pass.complete = true;
-            (std::mem::take(&mut state.pass.waiting), state.pass.behind)
-        };
-        for waiting in waiting {
-            self.post_backward(waiting);
+        self.unit(unit).pass.complete = true;
+        lock(&self.pass).complete.push(unit);
+        loop {
+            let complete = lock(&self.pass).complete.clone();
+            // Autograd runs what was made last first.
+            let Some(next) = complete.into_iter().filter(|unit| self.is_left(*unit)).max_by_key(|unit| self.unit(*unit).pass.created) else { return };
+            lock(&self.pass).complete.retain(|unit| *unit != next);
+            self.post_backward(next);
         }
-        match behind {
-            Some(other) if !self.unit(other).pass.complete => self.unit(other).pass.waiting.push(unit),
-            _ => self.post_backward(unit),
-        }
+    }
+
+    /// Whether backward has left all operations that were made after a unit's views: those of the units inside its module, and those of the module in whose
+    /// pre-forward it was gathered ahead.
+    fn is_left(&self, unit: usize) -> bool {
+        let behind = self.unit(unit).pass.behind;
+        self.inside[unit].iter().copied().chain(behind).all(|other| {
+            let pass = &self.unit(other).pass;
+            pass.complete || pass.expected == 0
+        })
     }
 
     /// Frees a unit and reduces its gradient.
     fn post_backward(&self, unit: usize) {
         let synchronise = lock(&self.pass).synchronise;
         self.unit(unit).pass.done = true;
-        if self.is_sharded() && (synchronise || self.strategy() == ShardingStrategy::FullShard) {
-            self.reshard(unit);
+        if self.is_sharded() && self.frees_after_backward(synchronise) {
+            self.free(unit);
         }
-        if self.settings.backward_prefetch == BackwardPrefetch::BackwardPost {
+        if !self.is_version_2() && self.settings.backward_prefetch == BackwardPrefetch::BackwardPost {
             self.prefetch_in_backward(unit);
         }
         if synchronise {
             self.reduce(unit);
+        } else if self.is_version_2() {
+            self.put_off(unit);
         }
     }
 
-    /// Averages a unit's gradient over ranks and adds this rank's part to its shard's.
+    /// Adds a unit's gradient, which is not reduced now, to those put off before (FSDP2; FSDP1 goes on in the data type of computation).
+    fn put_off(&self, unit: usize) {
+        let mut state = self.unit(unit);
+        state.filled.clear();
+        let Some(gradient) = state.gradient.take() else { return };
+        state.unreduced = Some(self.with_put_off(state.unreduced.take(), gradient));
+    }
+
+    fn with_put_off(&self, put_off: Option<Buffer>, gradient: Buffer) -> Buffer {
+        let dtype = self.settings.mixed_precision.reduce_dtype;
+        let mut gradient = if gradient.dtype() == dtype { gradient } else { gradient.converted(dtype) };
+        if let Some(put_off) = put_off {
+            gradient.add(&put_off);
+        }
+        gradient
+    }
+
+    /// Issues the reduction of a unit's gradient: its average over ranks, of which this rank's part is added to its shard's.
     fn reduce(&self, unit: usize) {
         let gradient = {
             let mut state = self.unit(unit);
             state.filled.clear();
-            state.gradient.take()
+            let put_off = state.unreduced.take();
+            match state.gradient.take() {
+                Some(gradient) => Some(self.with_put_off(put_off, gradient)),
+                None => put_off,
+            }
         };
-        let Some(mut gradient) = gradient else { return };
+        let Some(gradient) = gradient else { return };
+        // One whole gradient may wait to be sent while the next one is computed, not more.
+        self.finish_reduction();
         let world_size = self.context.world_size;
-        let dtype = self.settings.mixed_precision.reduce_dtype;
-        if gradient.dtype() != dtype {
-            gradient = gradient.converted(dtype);
+        if world_size == 1 {
+            self.add_reduced(unit, gradient);
+            return;
         }
-        // As PyTorch, the division is made in two halves, so that fp16 neither overflows in the sum nor loses small numbers before it.
-        let before = predivide_factor(world_size);
-        if world_size > 1 {
-            gradient.divide(before as f32);
+        let (dtype, layout) = (gradient.dtype(), &self.layouts[unit]);
+        let (before, after) = self.divisors(dtype);
+        let (shard_group, replicate_group) = (self.mesh.shard_group.clone(), self.mesh.replicate_group.clone());
+        let cut = layout.gradient_cut.clone();
+        let part_numel = cut.shard_numel[self.mesh.shard_rank];
+        if shard_group.is_some() {
+            self.note_collective("reduce_scatter", unit, cut.padded_numel(), dtype);
         }
-        let reduced = if self.is_sharded() {
-            self.note_collective("reduce_scatter", unit, dtype);
-            or_raise(self.context.group.reduce_scatter(Arc::new(gradient)))
-        } else if world_size > 1 {
-            self.note_collective("all_reduce", unit, dtype);
-            or_raise(self.context.group.all_reduce(Arc::new(gradient)))
-        } else {
-            gradient
-        };
-        let mut reduced = reduced;
-        if world_size > 1 {
-            reduced.divide(world_size as f32 / before as f32);
+        if replicate_group.is_some() {
+            self.note_collective("all_reduce", unit, part_numel, dtype);
         }
+        let room = shard_group.as_ref().map(|_| Buffer::with_capacity(dtype, part_numel));
+        let work = self.context.communicator.issue(move || {
+            let mut gradient = gradient;
+            gradient.divide(before);
+            let (mut part, whole) = match shard_group.zip(room) {
+                Some((group, room)) => {
+                    let whole = Arc::new(gradient);
+                    (group.reduce_scatter(room, whole.clone(), &cut)?, Some(whole))
+                }
+                None => (gradient, None),
+            };
+            if let Some(group) = replicate_group {
+                part = group.all_reduce(part)?;
+            }
+            part.divide(after);
+            Ok(Reduction { part, _whole: whole })
+        });
+        self.unit(unit).reducing = Some(work);
+        lock(&self.pass).reducing = Some(unit);
+    }
+
+    /// What gradients are divided by before and after they are summed over ranks.
+    fn divisors(&self, dtype: DType) -> (f32, f32) {
+        let world_size = self.context.world_size;
+        // FSDP2 has NCCL take the mean where nothing can overflow.
+        let before = if self.is_version_2() && dtype != DType::Fp16 { 1 } else { predivide_factor(world_size) };
+        (before as f32, world_size as f32 / before as f32)
+    }
+
+    /// Waits for the reduction in flight and adds up its result.
+    fn finish_reduction(&self) {
+        let Some(unit) = lock(&self.pass).reducing.take() else { return };
+        let Some(work) = self.unit(unit).reducing.take() else { return };
+        let Reduction { part, .. } = or_raise(work.wait());
+        self.add_reduced(unit, part);
+    }
+
+    fn add_reduced(&self, unit: usize, part: Buffer) {
         let mut state = self.unit(unit);
         state.reduced = Some(match state.reduced.take() {
             Some(mut sum) => {
-                reduced.add_to(&mut sum);
+                part.add_to(&mut sum);
                 sum
             }
-            None => self.in_shard_memory(|| reduced.into_f32(self.settings.cpu_offload)),
+            None => self.in_shard_memory(|| part.into_f32(self.settings.cpu_offload)),
         });
     }
 
@@ -388,7 +583,8 @@ impl Core {
     }
 }
 
-/// PyTorch's `_get_gradient_predivide_factor`: about the square root of the world size.
+/// PyTorch's `_get_gradient_predivide_factor`: about the square root of the world size. The division is made in two halves so that fp16 neither overflows in
+/// the sum nor loses small numbers before it.
 fn predivide_factor(world_size: usize) -> usize {
     let mut factor = 1;
     while world_size.is_multiple_of(factor) && world_size / factor > factor {
@@ -400,19 +596,18 @@ fn predivide_factor(world_size: usize) -> usize {
 impl ParameterStore for Core {
     fn value(&self, index: usize) -> (Arc<Buffer>, Range<usize>) {
         let home = &self.homes[index];
-        if self.unit(home.unit).full.is_none() {
+        let full = self.fetch(home.unit).or_else(|| {
             // Used outside its own module: a tied head under a policy that gives the embedding a unit of its own.
             self.unshard(home.unit);
-            self.unit(home.unit).pass.borrowed = true;
             lock(&self.pass).borrowed.push(home.unit);
-        }
-        let full = self.unit(home.unit).full.clone();
+            self.fetch(home.unit)
+        });
         let Some(full) = full else { raise(TrainError::Failed("a unit was freed while in use".to_owned())) };
         (full, home.range.clone())
     }
 
     fn requires_grad(&self, index: usize) -> bool {
-        self.homes[index].requires_grad
+        self.homes[index].gradient.is_some()
     }
 
     fn expect_gradient(&self, index: usize) {
@@ -423,13 +618,15 @@ impl ParameterStore for Core {
 
     fn add_gradient(&self, index: usize, write: &mut dyn FnMut(&mut Buffer, Range<usize>, bool)) {
         let home = &self.homes[index];
+        let Some(range) = home.gradient.clone() else { return };
         let layout = &self.layouts[home.unit];
         let complete = {
             let mut state = self.unit(home.unit);
             let state = &mut *state;
-            let gradient = state.gradient.get_or_insert_with(|| Buffer::zeros(self.settings.mixed_precision.param_dtype, layout.padded_numel()));
+            let gradient =
+                state.gradient.get_or_insert_with(|| Buffer::zeros(self.settings.mixed_precision.param_dtype, layout.gradient_cut.full_numel));
             state.filled.resize(layout.parameters.len(), false);
-            write(gradient, home.range.clone(), std::mem::replace(&mut state.filled[home.number], true));
+            write(gradient, range, std::mem::replace(&mut state.filled[home.number], true));
             state.pass.arrived += 1;
             state.pass.arrived == state.pass.expected
         };

@@ -3,10 +3,13 @@
 //! Names and meaning of every switch are those of PyTorch's `FullyShardedDataParallel`.
 
 pub mod buffer;
+mod communicator;
 mod core;
 pub mod group;
 pub mod layout;
 mod load;
+mod mesh;
+pub mod ranks;
 mod scope;
 pub mod trace;
 mod unit;
@@ -23,15 +26,18 @@ use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use self::core::Core;
+use self::layout::{Cut, FlatLayout};
+use self::mesh::DeviceMesh;
 use self::scope::PassScope;
 use self::trace::TraceEvent;
 use super::error::TrainError;
 use super::memory;
 use super::model::{Model, Sequences, ops};
-use crate::spec::settings::{FsdpSettings, ShardingStrategy};
+use crate::spec::settings::{DType, FsdpSettings};
 
 pub use buffer::Buffer;
-pub use group::{LocalProcessGroup, ProcessGroup, RankContext, run_ranks};
+pub use group::{LocalProcessGroup, ProcessGroup};
+pub use ranks::{RankContext, RankOptions, run_ranks};
 
 /// Sequences for one forward pass of one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,14 +105,17 @@ pub struct Shard {
     pub unit: String,
     /// Master values in f32, padding included. Under `NO_SHARD` the whole unit.
     pub values: Vec<f32>,
-    /// Gradient in f32, as long as `values`, padding zero; `None` until there is one, and after [`FullyShardedDataParallel::zero_grad`].
+    /// Gradient in f32; `None` until there is one, and after [`FullyShardedDataParallel::zero_grad`]. As long as `values`, padding zero, but shorter where the
+    /// unit is trained in part: [`Segment::gradient`] says where what lies.
     pub gradient: Option<Vec<f32>>,
     /// The parameters, or parts of them, that lie in this shard, in order. What no segment covers is padding.
     pub segments: Vec<Segment>,
     /// Whether values, gradient and optimiser state live in host memory, outside the device budget.
     pub offloaded: bool,
-    /// Whether other ranks hold the same numbers (`NO_SHARD`): then norms and sums over shards must not add up the ranks.
-    pub replicated: bool,
+    /// Ranks that hold the same numbers, this one among them (`NO_SHARD` and the hybrid strategies): norms and sums over shards must count one of them.
+    pub replicas: usize,
+    /// Which of them this rank is.
+    pub replica: usize,
 }
 
 /// A parameter, or a part of it, within a shard.
@@ -114,14 +123,16 @@ pub struct Shard {
 pub struct Segment {
     /// Hugging Face's name.
     pub name: String,
+    /// Shape of the whole parameter.
+    pub shape: Vec<usize>,
     /// Where it lies inside this rank's shard.
     pub range: Range<usize>,
     /// Which of the flattened parameter's elements these are.
     pub parameter_range: Range<usize>,
+    /// Where in the shard's gradient its gradient begins; `None` if it is frozen.
+    pub gradient: Option<usize>,
     /// Whether weight decay acts on it by default: not on biases and norms.
     pub decays_by_default: bool,
-    /// Whether it is trained.
-    pub requires_grad: bool,
 }
 
 /// One rank's view of a sharded model.
@@ -147,31 +158,26 @@ impl FullyShardedDataParallel {
         options: &EngineOptions,
         weights: &dyn WeightSource,
     ) -> Result<Self, TrainError> {
-        let settings = effective(settings, context.world_size)?;
+        let mesh = DeviceMesh::new(&context, settings)?;
         let tree = model.modules();
-        let paths = wrap::unit_paths(tree, &settings, model.block_class())?;
+        let paths = wrap::unit_paths(tree, settings, model.block_class())?;
         let trained = |name: &str| options.trainable.as_ref().is_none_or(|trainable| trainable.is_match(name));
-        let cut = if settings.sharding_strategy == ShardingStrategy::NoShard { 1 } else { context.world_size };
-        let layouts = layout::flat_layouts(tree, &paths, &settings, cut, trained);
-        if !settings.use_orig_params {
+        let layouts = layout::flat_layouts(tree, &paths, settings, mesh.shard_size, trained);
+        if settings.fsdp_version == 1 && !settings.use_orig_params {
             refuse_partly_frozen_units(&layouts)?;
         }
-        let rank = if cut == 1 { 0 } else { context.rank };
+        if !layouts.iter().any(FlatLayout::is_trained) {
+            return Err(TrainError::Request("model.trainable matches no parameter, so there is nothing to train".to_owned()));
+        }
         let mut shards = Vec::new();
         for layout in &layouts {
-            let segments = layout.segments(rank);
-            let values = in_shard_memory(settings.cpu_offload, || vec![0.0; layout.shard_numel()]);
-            shards.push(Shard {
-                unit: layout.unit.clone(),
-                values,
-                gradient: None,
-                segments,
-                offloaded: settings.cpu_offload,
-                replicated: cut == 1 && context.world_size > 1,
-            });
+            let segments = layout.segments(mesh.shard_rank);
+            let values = in_shard_memory(settings.cpu_offload, || vec![0.0; layout.cut.shard_numel[mesh.shard_rank]]);
+            let (unit, offloaded) = (layout.unit.clone(), settings.cpu_offload);
+            shards.push(Shard { unit, values, gradient: None, segments, offloaded, replicas: mesh.replicas, replica: mesh.replica });
         }
-        load::load(&context, &settings, &tree.parameters(), weights, &mut shards)?;
-        let core = Arc::new(Core::new(context, layouts, settings));
+        load::load(&context, settings, &tree.parameters(), weights, &mut shards)?;
+        let core = Arc::new(Core::new(context, mesh, layouts, settings.clone()));
         Ok(Self { core, model, options: options.clone(), shards, passes: 0 })
     }
 
@@ -244,6 +250,7 @@ impl FullyShardedDataParallel {
         for unit in 0..self.shards.len() {
             let mut state = self.core.unit(unit);
             state.gradient = None;
+            state.unreduced = None;
             state.filled.clear();
         }
     }
@@ -264,7 +271,7 @@ impl FullyShardedDataParallel {
     }
 
     /// The flat parameters, a unit each, in the order of [`Self::shards`].
-    pub fn layouts(&self) -> &[layout::FlatLayout] {
+    pub fn layouts(&self) -> &[FlatLayout] {
         &self.core.layouts
     }
 
@@ -273,13 +280,18 @@ impl FullyShardedDataParallel {
         self.core.set_trace(on)
     }
 
+    /// Most gathers that were in flight at a time: at most two with `limit_all_gathers`.
+    pub fn most_gathers_in_flight(&self) -> usize {
+        self.core.most_gathers_in_flight()
+    }
+
     /// The whole of one parameter in f32, gathered from all ranks; every rank must ask for it.
     ///
     /// # Errors
     ///
     /// [`TrainError::Request`] if there is no such parameter, [`TrainError::Rank`] if another rank failed.
     pub fn full_parameter(&mut self, name: &str) -> Result<Vec<f32>, TrainError> {
-        self.full(name, |shard| shard.values.clone())
+        self.full(name, |layout, placed| (&layout.cut, Some(placed.range.clone())), |shard, _| shard.values.clone())
     }
 
     /// The whole gradient of one parameter, gathered from all ranks; zeros where there is none. Every rank must ask for it.
@@ -288,17 +300,32 @@ impl FullyShardedDataParallel {
     ///
     /// [`TrainError::Request`] if there is no such parameter, [`TrainError::Rank`] if another rank failed.
     pub fn full_gradient(&mut self, name: &str) -> Result<Vec<f32>, TrainError> {
-        self.full(name, |shard| shard.gradient.clone().unwrap_or_else(|| vec![0.0; shard.values.len()]))
+        let part = |shard: &Shard, numel: usize| shard.gradient.clone().unwrap_or_else(|| vec![0.0; numel]);
+        self.full(name, |layout, placed| (&layout.gradient_cut, placed.gradient.clone()), part)
     }
 
-    fn full(&self, name: &str, part: impl Fn(&Shard) -> Vec<f32>) -> Result<Vec<f32>, TrainError> {
+    /// Gathers one parameter's `which` of a unit's cut; zeros if it has none.
+    fn full<'a>(
+        &'a self,
+        name: &str,
+        which: impl Fn(&'a FlatLayout, &'a layout::Placed) -> (&'a Cut, Option<Range<usize>>),
+        part: impl Fn(&Shard, usize) -> Vec<f32>,
+    ) -> Result<Vec<f32>, TrainError> {
         let owner = self.model.modules().owner(name);
         for (layout, shard) in self.core.layouts.iter().zip(&self.shards) {
-            if let Some(placed) = layout.parameters.iter().find(|placed| placed.info.name == owner) {
-                let mine = Arc::new(Buffer::F32(part(shard)));
-                let full = if layout.world_size > 1 { self.group().all_gather(mine)?.into_f32(false) } else { mine.to_f32() };
-                return Ok(full[placed.range.clone()].to_vec());
-            }
+            let Some(placed) = layout.parameters.iter().find(|placed| placed.info.name == owner) else { continue };
+            let (cut, range) = which(layout, placed);
+            let Some(range) = range else { return Ok(vec![0.0; placed.info.numel()]) };
+            // Only what lies in this parameter travels.
+            let cut = cut.within(&range);
+            let rank = self.core.mesh.shard_rank;
+            let values = part(shard, which(layout, placed).0.shard_numel[rank]);
+            let mut mine = Vec::with_capacity(cut.shard_numel[rank]);
+            which(layout, placed).0.pieces[rank].iter().for_each(|piece| mine.extend_from_slice(&values[piece.within(&range).shard]));
+            let Some(group) = self.core.mesh.shard_group.clone() else { return Ok(mine) };
+            let room = Buffer::with_capacity(DType::Fp32, range.len());
+            let gather = self.core.context.communicator.issue(move || group.all_gather(room, Arc::new(Buffer::F32(mine)), &cut));
+            return Ok(gather.wait()?.into_f32(false));
         }
         Err(TrainError::Request(format!("the model has no parameter {name}")))
     }
@@ -335,9 +362,6 @@ impl FullyShardedDataParallel {
         for (unit, shard) in self.shards.iter_mut().enumerate() {
             let mut state = self.core.unit(unit);
             shard.gradient = state.reduced.take();
-            if !self.core.is_sharded() {
-                state.full = None;
-            }
             if let Some(values) = state.shard.take() {
                 shard.values = match Arc::try_unwrap(values) {
                     Ok(values) => values.into_f32(false),
@@ -374,27 +398,11 @@ fn in_shard_memory<R>(offloaded: bool, work: impl FnOnce() -> R) -> R {
     if offloaded { memory::host(work) } else { work() }
 }
 
-/// The settings as they act in a world of this size: PyTorch turns every strategy into `NO_SHARD` for a single rank.
-fn effective(settings: &FsdpSettings, world_size: usize) -> Result<FsdpSettings, TrainError> {
-    let refuse = |message: &str| Err(TrainError::Request(message.to_owned()));
-    if settings.fsdp_version != 1 {
-        return refuse("fsdp.fsdp_version = 2 is not built yet: per-parameter sharding is the next step of the engine");
-    }
-    if matches!(settings.sharding_strategy, ShardingStrategy::HybridShard | ShardingStrategy::HybridShardZero2) {
-        return refuse("fsdp.sharding_strategy = HYBRID_SHARD and HYBRID_SHARD_ZERO2 are not built yet: they need a two-dimensional mesh");
-    }
-    let mut settings = settings.clone();
-    if world_size == 1 {
-        settings.sharding_strategy = ShardingStrategy::NoShard;
-    }
-    Ok(settings)
-}
-
 /// With `use_orig_params = false` a unit is one parameter to the optimiser, so it is trained whole or not at all.
-fn refuse_partly_frozen_units(layouts: &[layout::FlatLayout]) -> Result<(), TrainError> {
+fn refuse_partly_frozen_units(layouts: &[FlatLayout]) -> Result<(), TrainError> {
     for layout in layouts {
-        let trained = layout.parameters.iter().find(|placed| placed.requires_grad);
-        let frozen = layout.parameters.iter().find(|placed| !placed.requires_grad);
+        let trained = layout.parameters.iter().find(|placed| placed.gradient.is_some());
+        let frozen = layout.parameters.iter().find(|placed| placed.gradient.is_none());
         if let (Some(trained), Some(frozen)) = (trained, frozen) {
             return Err(TrainError::Request(format!(
                 "fsdp.use_orig_params = false needs all parameters of a unit trained or all frozen: model.trainable matches {} and not {}, which share the unit \"{}\"",

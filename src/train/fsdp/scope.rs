@@ -85,11 +85,16 @@ impl Scope for PassScope {
             return output;
         }
         let core = self.core.clone();
+        // FSDP2's own hook lies inside the module, unless activation checkpointing lies around it.
+        let unit_first = core.settings.fsdp_version == 2 && !self.checkpoint;
         Self::hook(output, move || {
+            if let Some(unit) = unit.filter(|_| unit_first) {
+                core.pre_backward(unit);
+            }
             if let Some(block) = block {
                 core.note(|| TraceEvent::Backward(block));
             }
-            if let Some(unit) = unit {
+            if let Some(unit) = unit.filter(|_| !unit_first) {
                 core.pre_backward(unit);
             }
         })

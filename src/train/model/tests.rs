@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use burn::tensor::Device;
 use safetensors::SafeTensors;
 
 use super::*;
@@ -14,7 +13,7 @@ use crate::spec::settings::{
     AttnImplementation, AutoWrapPolicy, DType, Dataset, FsdpSettings, Init, MixedPrecision, ModelConfigOverrides, ModelSettings, ShardingStrategy,
     Tokenizer,
 };
-use crate::train::fsdp::{Batch, EngineOptions, FullyShardedDataParallel, RankContext, run_ranks};
+use crate::train::fsdp::{Batch, EngineOptions, FullyShardedDataParallel, RankContext, RankOptions, run_ranks};
 use crate::train::memory;
 use crate::train::weights::{self, RandomWeights, SafetensorsWeights};
 
@@ -70,7 +69,7 @@ fn resolve(folder: &Path) -> ResolvedModel {
 }
 
 fn ranks<T: Send>(world_size: usize, body: impl Fn(RankContext) -> Result<T, crate::train::error::TrainError> + Sync) -> Vec<T> {
-    run_ranks(world_size, 1, &Device::flex(), |_| {}, body).unwrap()
+    run_ranks(&RankOptions::new(world_size, 1), |_| {}, body).unwrap()
 }
 
 /// The furthest that logits and gradients of a model lie from their references.
@@ -349,7 +348,7 @@ fn blocks_keep_little_for_backward() {
             let held = *model.held.lock().unwrap();
             Ok(held)
         };
-        run_ranks(1, 1, &Device::flex(), move |_| account.adopt_thread(), body).unwrap()[0]
+        run_ranks(&RankOptions::new(1, 1), move |_| account.adopt_thread(), body).unwrap()[0]
     };
     let llama = |num_hidden_layers| Architecture::Llama(LlamaConfig { num_hidden_layers, ..tiny_llama() });
     let gpt2 = |n_layer| Architecture::Gpt2(Gpt2Config { vocab_size: 1024, n_positions: 128, n_embd: 64, n_layer, n_head: 2, ..Gpt2Config::DEFAULT });

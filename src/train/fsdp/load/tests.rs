@@ -2,13 +2,11 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::tensor::Device;
-
 use super::super::tests::{defaults, ranks, tiny, tiny_model};
 use super::*;
 use crate::protocol::Gpt2Config;
 use crate::spec::settings::{AutoWrapPolicy, ShardingStrategy};
-use crate::train::fsdp::{EngineOptions, FullyShardedDataParallel, run_ranks};
+use crate::train::fsdp::{EngineOptions, FullyShardedDataParallel, RankOptions, run_ranks};
 use crate::train::memory;
 use crate::train::model::Model;
 use crate::train::model::gpt2::Gpt2;
@@ -96,7 +94,7 @@ fn no_rank_ever_holds_the_whole_model() {
             FullyShardedDataParallel::new(context, model.clone(), &settings, &EngineOptions::default(), &Counting::default())?;
             Ok(memory::current().unwrap().usage().peak)
         };
-        let peaks = run_ranks(4, 1, &Device::flex(), move |rank| of_rank[rank].adopt_thread(), body).unwrap();
+        let peaks = run_ranks(&RankOptions::new(4, 1), move |rank| of_rank[rank].adopt_thread(), body).unwrap();
         let piece = 4 * PIECE as u64;
         assert!(peaks.iter().all(|&peak| peak >= whole / 4 && peak < whole / 4 + 4 * piece), "{peaks:?}, the whole is {whole}");
     }
@@ -112,6 +110,6 @@ fn what_cannot_be_read_is_named() {
         }
     }
     let body = |context| FullyShardedDataParallel::new(context, tiny_model(), &defaults(), &EngineOptions::default(), &Missing).map(|_| ());
-    let error = run_ranks(2, 1, &Device::flex(), |_| {}, body).unwrap_err();
+    let error = run_ranks(&RankOptions::new(2, 1), |_| {}, body).unwrap_err();
     assert_eq!(error.to_string(), "no tensor transformer.wte.weight");
 }
