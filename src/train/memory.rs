@@ -5,6 +5,7 @@
 //! whichever thread frees it. Smaller blocks are not counted. A rank over its budget does not unwind: it writes the `oom` message and ends the process.
 #![expect(unsafe_code, reason = "a global allocator is unsafe by nature")]
 
+mod cache;
 mod out_of_memory;
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -307,16 +308,25 @@ fn credit(owner: u32, bytes: usize) {
 }
 
 impl CountingAllocator {
-    /// Allocates a counted block with `allocate`, the system's plain or zeroing allocation.
+    /// Allocates a counted block, `zeroed` or not.
     ///
     /// # Safety
-    /// `layout` has a size of at least [`COUNTED_FROM`]; `allocate` answers with null or a block of the layout it is given.
-    unsafe fn allocate_counted(layout: Layout, allocate: unsafe fn(&System, Layout) -> *mut u8) -> *mut u8 {
+    /// `layout` has a size of at least [`COUNTED_FROM`].
+    unsafe fn allocate_counted(layout: Layout, zeroed: bool) -> *mut u8 {
         let Some((outer, offset)) = with_header(layout) else { return ptr::null_mut() };
         let owner = OWNER.try_with(Cell::get).unwrap_or(NOBODY);
         charge(owner, layout.size());
-        // SAFETY: `outer` is larger than `layout`, whose size is not zero.
-        let base = unsafe { allocate(&System, outer) };
+        let kept = cache::take(outer);
+        let base = if kept.is_null() {
+            // SAFETY: `outer` is larger than `layout`, whose size is not zero.
+            unsafe { if zeroed { System.alloc_zeroed(outer) } else { System.alloc(outer) } }
+        } else {
+            if zeroed {
+                // SAFETY: the block is as long as `outer` and nobody else's.
+                unsafe { kept.write_bytes(0, outer.size()) };
+            }
+            kept
+        };
         if base.is_null() {
             credit(owner, layout.size());
             return base;
@@ -348,8 +358,8 @@ unsafe impl GlobalAlloc for CountingAllocator {
             // SAFETY: the caller's promises are passed on.
             return unsafe { System.alloc(layout) };
         }
-        // SAFETY: the size was checked; `System::alloc` does as asked.
-        unsafe { Self::allocate_counted(layout, System::alloc) }
+        // SAFETY: the size was checked.
+        unsafe { Self::allocate_counted(layout, false) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
@@ -357,8 +367,8 @@ unsafe impl GlobalAlloc for CountingAllocator {
             // SAFETY: the caller's promises are passed on.
             return unsafe { System.alloc_zeroed(layout) };
         }
-        // SAFETY: the size was checked; `System::alloc_zeroed` does as asked, and the header is outside the caller's part.
-        unsafe { Self::allocate_counted(layout, System::alloc_zeroed) }
+        // SAFETY: the size was checked; the header is outside the caller's part.
+        unsafe { Self::allocate_counted(layout, true) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
@@ -371,7 +381,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
         // SAFETY: the caller owns `block`, which was made by `allocate_counted` with the same layout, or grown to it by `realloc`.
         unsafe {
             credit(Self::owner_of(block), layout.size());
-            System.dealloc(block.sub(offset), outer);
+            cache::give(block.sub(offset), outer);
         }
     }
 

@@ -243,3 +243,49 @@ fn a_rank_over_its_budget_ends_the_process() {
     // The four threads raced: the one that speaks saw at least what was there before them, and each of the others may have added its request.
     assert!((600_000..=600_000 + 3 * 400_001).contains(&in_use_bytes), "{in_use_bytes}");
 }
+
+/// Large blocks are used again: whoever gets one owns it alone, finds zeros where it asked for them, and the counts stay exact, also where more blocks are
+/// freed than are kept.
+#[test]
+fn large_blocks_are_used_again() {
+    const LARGE: usize = 1024 * 1024;
+    let accounts = Accounts::new(4).unwrap();
+    std::thread::scope(|scope| {
+        for (number, account) in accounts.ranks().iter().enumerate() {
+            scope.spawn(move || {
+                let _guard = account.enter();
+                for round in 0..50 {
+                    let sizes = [LARGE, LARGE + 1, 2 * LARGE, LARGE];
+                    let mark = (number * 50 + round) as u8 | 1;
+                    let blocks: Vec<Vec<u8>> = sizes
+                        .iter()
+                        .map(|size| {
+                            let mut block = vec![0_u8; *size];
+                            assert!(block.iter().all(|byte| *byte == 0));
+                            block.fill(mark);
+                            block
+                        })
+                        .collect();
+                    std::thread::yield_now();
+                    assert!(blocks.iter().flatten().all(|byte| *byte == mark));
+                }
+                assert_eq!(account.usage().allocated, 0);
+                drop((0..40).map(|_| vec![1_u8; LARGE]).collect::<Vec<_>>());
+                assert_eq!(account.usage().allocated, 0);
+            });
+        }
+    });
+}
+
+/// A block that grows or shrinks keeps its contents, whether it came from the system or was used before.
+#[test]
+fn a_block_that_was_used_before_can_grow() {
+    const LARGE: usize = 1_500_000;
+    for _ in 0..3 {
+        let mut block: Vec<u8> = Vec::with_capacity(LARGE);
+        block.extend((0..LARGE).map(|index| index as u8));
+        block.reserve_exact(LARGE);
+        block.shrink_to(LARGE + 5);
+        assert!(block.iter().enumerate().all(|(index, byte)| *byte == index as u8));
+    }
+}
