@@ -11,7 +11,7 @@ use super::layout::Cut;
 use crate::train::error::TrainError;
 
 /// How long a rank waits in a collective while none of those that it waits for computes anything before it gives up.
-pub const STALL_TIMEOUT: Duration = Duration::from_secs(30);
+pub const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How often a waiting rank looks whether those that it waits for compute.
 const LOOK: Duration = Duration::from_millis(500);
