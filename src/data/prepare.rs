@@ -15,7 +15,7 @@ use crate::protocol::PreparedData;
 use crate::spec::settings::{DataSettings, Dataset, ModelSettings, Packing, Tokenizer};
 
 /// Raised when the same sources would give other tokens, so that cached ones are not used.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Data that is ready, and what the user should know about it.
 #[derive(Clone, Debug, PartialEq)]

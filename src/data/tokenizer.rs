@@ -87,7 +87,8 @@ impl TextTokenizer {
         self.inner.get_vocab(true).values().max().map_or(0, |largest| *largest as usize + 1)
     }
 
-    /// Encodes each row on its own; `document_ends` says where the ids of each row end.
+    /// Encodes each row on its own, with the tokens that the tokenizer puts around a text (Llama's begin with one); `document_ends` says where the ids of each
+    /// row end.
     pub(crate) fn encode_rows(&self, rows: &[&str]) -> Result<Tokens, DataError> {
         let mut tokens = Tokens::default();
         let mut rest = rows;
@@ -103,7 +104,7 @@ impl TextTokenizer {
                 })
                 .count();
             let (batch, later) = rest.split_at(count);
-            self.encode(batch.to_vec(), |ids| {
+            self.encode(batch.to_vec(), true, |ids| {
                 tokens.ids.extend_from_slice(ids);
                 tokens.document_ends.push(tokens.ids.len());
             })?;
@@ -114,16 +115,19 @@ impl TextTokenizer {
 
     /// Encodes one text as a whole: the ids are those of a single call, however large it is.
     pub(crate) fn encode_whole(&self, text: &str) -> Result<Vec<u32>, DataError> {
-        let pieces = if self.cuts_at_spaces { pieces(text, PIECE_BYTES) } else { vec![text] };
+        let mut around = 0;
+        self.encode(vec![""], true, |ids| around = ids.len())?;
+        // What the tokenizer puts around a text belongs around the whole, not around pieces.
+        let pieces = if self.cuts_at_spaces && around == 0 { pieces(text, PIECE_BYTES) } else { vec![text] };
         let mut all = Vec::new();
         for batch in pieces.chunks(PIECES_AT_A_TIME) {
-            self.encode(batch.to_vec(), |ids| all.extend_from_slice(ids))?;
+            self.encode(batch.to_vec(), true, |ids| all.extend_from_slice(ids))?;
         }
         Ok(all)
     }
 
-    fn encode(&self, texts: Vec<&str>, mut take: impl FnMut(&[u32])) -> Result<(), DataError> {
-        let encodings = self.inner.encode_batch_fast(texts, false).map_err(|error| DataError::BadSetting {
+    fn encode(&self, texts: Vec<&str>, special: bool, mut take: impl FnMut(&[u32])) -> Result<(), DataError> {
+        let encodings = self.inner.encode_batch_fast(texts, special).map_err(|error| DataError::BadSetting {
             setting: "data.tokenizer",
             reason: format!("it cannot encode the text: {error}"),
             hint: None,
@@ -219,7 +223,7 @@ mod tests {
             prop_assert_eq!(cut.concat(), text.clone());
             let whole = tokenizer.inner.encode_fast(text.as_str(), false).unwrap().get_ids().to_vec();
             let mut apart = Vec::new();
-            tokenizer.encode(cut, |ids| apart.extend_from_slice(ids)).unwrap();
+            tokenizer.encode(cut, false, |ids| apart.extend_from_slice(ids)).unwrap();
             prop_assert_eq!(apart, whole);
         }
     }
@@ -238,6 +242,25 @@ mod tests {
             assert_ne!(changed, json);
             assert!(!TextTokenizer::parse(changed.as_bytes(), Path::new("tokenizer.json")).unwrap().cuts_at_spaces, "{to}");
         }
+    }
+
+    /// As Llama's: every text begins with a token of its own.
+    #[test]
+    fn tokens_around_a_text_are_put_there() {
+        let mut json: serde_json::Value = serde_json::from_str(&trained().to_json().unwrap()).unwrap();
+        json["post_processor"] = serde_json::json!({
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}}
+        });
+        let tokenizer = TextTokenizer::parse(json.to_string().as_bytes(), Path::new("tokenizer.json")).unwrap();
+        let tokens = tokenizer.encode_rows(&["!", "", "!!"]).unwrap();
+        assert_eq!((tokens.ids, tokens.document_ends), (vec![0, 1, 0, 0, 1, 1], vec![2, 3, 6]));
+        let long = "! ".repeat(PIECE_BYTES);
+        let ids = tokenizer.encode_whole(&long).unwrap();
+        assert_eq!(ids.iter().filter(|id| **id == 0).count(), 1);
+        assert_eq!(ids[1..], trained().encode_whole(&long).unwrap());
     }
 
     #[test]

@@ -204,6 +204,28 @@ fn a_sharded_llama_learns_what_a_whole_one_does() {
     }
 }
 
+/// Dropout of grouped-query attention: drawn again alike when a checkpointed block runs again, and in backward whatever attention keeps.
+#[test]
+fn dropout_of_a_llama_repeats() {
+    let run = |attention_dropout: f64, kind: AttentionKind, activation_checkpointing: bool| {
+        let architecture = Architecture::Llama(LlamaConfig { attention_dropout, ..tiny_llama() });
+        let source = RandomWeights::new(&architecture, 3);
+        ranks(1, |context| {
+            let settings = FsdpSettings { activation_checkpointing, ..fsdp() };
+            let mut engine = FullyShardedDataParallel::new(context, build(&architecture, kind), &settings, &EngineOptions::default(), &source)?;
+            let batch = Batch { ids: (0..64).map(|index| index * index % 1021).collect(), scored: None, rows: 2, block_size: 32 };
+            let loss = engine.forward_backward(&batch, 1.0, true)?.sum;
+            Ok((loss, engine.full_gradient("model.layers.0.self_attn.k_proj.weight")?))
+        })
+        .swap_remove(0)
+    };
+    let plain = run(0.3, AttentionKind::Flash, false);
+    assert_eq!(plain, run(0.3, AttentionKind::Flash, true));
+    assert_ne!(plain.0, run(0.0, AttentionKind::Flash, false).0);
+    let eager = run(0.3, AttentionKind::Eager, false);
+    assert!((plain.0 - eager.0).abs() < 1e-4 && plain.1.iter().zip(&eager.1).all(|(flash, eager)| (flash - eager).abs() < 1e-6));
+}
+
 /// Layouts of files of the same model: an index over several files, half precision, keys as on the hub, a tied head that is stored again.
 #[test]
 fn every_layout_of_files_gives_the_same_weights() {

@@ -128,6 +128,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::protocol::LlamaConfig;
 
     fn weights(seed: u64) -> RandomWeights {
         RandomWeights { seed, initializer_range: 0.02, residual_range: 0.005, padding: None }
@@ -175,6 +176,26 @@ mod tests {
             // A normal distribution, not merely one with this deviation: 4.55 % lie beyond two deviations.
             let beyond = values.iter().filter(|value| f64::from(value.abs()) > 2.0 * deviation).count();
             assert!((4_285..4_815).contains(&beyond), "{name}: {beyond} beyond two deviations");
+        }
+    }
+
+    #[test]
+    fn llamas_start_as_transformers_says() {
+        let config = LlamaConfig { initializer_range: 0.05, pad_token_id: Some(2), ..LlamaConfig::DEFAULT };
+        let weights = RandomWeights::new(&Architecture::Llama(config), 1);
+        let read = |name: &str, elements| weights.read(name, &[1000, 100], elements).unwrap();
+        for name in ["model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.9.post_attention_layernorm.weight"] {
+            assert_eq!(read(name, 0..3), [1.0; 3], "{name}");
+        }
+        assert_eq!(read("model.layers.0.self_attn.q_proj.bias", 0..3), [0.0; 3]);
+        for name in ["model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"] {
+            let (mean, deviation) = moments(&read(name, 0..100_000));
+            assert!(mean.abs() < 1e-3 && (deviation / 0.05 - 1.0).abs() < 0.02, "{name}: {mean}, {deviation}");
+        }
+        // The padding token's row is zero, wherever a slice of it begins and ends.
+        for slice in [0..1000, 150..250, 210..220, 250..400, 0..100, 900..1000] {
+            let values = read("model.embed_tokens.weight", slice.clone());
+            assert!(slice.zip(values).all(|(index, value)| (value == 0.0) == (200..300).contains(&index)));
         }
     }
 
