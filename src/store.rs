@@ -212,6 +212,10 @@ impl RunFolder {
     pub fn checkpoints(&self, id: &TrialId) -> PathBuf {
         self.trial(id).join(CHECKPOINTS)
     }
+    /// Job arrays submitted to SLURM, a folder each.
+    pub fn slurm(&self) -> PathBuf {
+        self.0.join("slurm")
+    }
     /// Tables, page and plots.
     pub fn report(&self) -> PathBuf {
         self.0.join("report")
@@ -250,6 +254,10 @@ impl AttemptFolder {
     /// What it measured, and how it says that it ended.
     pub fn result(&self) -> PathBuf {
         self.0.join("result.json")
+    }
+    /// The exit code of its process, where a batch script rather than `sweep run` saw it end.
+    pub fn exit(&self) -> PathBuf {
+        self.0.join("exit.json")
     }
     /// How the run classified its end: an [`AttemptRecord`].
     pub fn outcome(&self) -> PathBuf {

@@ -6,6 +6,7 @@ pub mod plan;
 mod prepare;
 pub mod report;
 pub mod run;
+mod slurm;
 pub mod status;
 pub mod supervise;
 pub mod trial;

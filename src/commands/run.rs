@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 use super::plan::load;
 use super::prepare::prepare;
 use super::report::{brief, generate};
+use super::slurm;
 use crate::cli::{Launcher, RunArguments};
 use crate::error::{CommandError, ErrorKind};
 use crate::event::Event;
@@ -29,9 +30,6 @@ use crate::ui::{self, EventSink};
 /// # Errors
 /// See the README's exit codes.
 pub fn run(arguments: &RunArguments) -> Result<(), CommandError> {
-    if arguments.launcher == Launcher::Slurm {
-        return Err(CommandError::user("--launcher slurm is not built yet: trials can only be started on this machine").hint("leave --launcher out"));
-    }
     if arguments.jobs == Some(0) {
         return Err(CommandError::user("--jobs 0 would run nothing").hint("give 1 or more"));
     }
@@ -39,6 +37,9 @@ pub fn run(arguments: &RunArguments) -> Result<(), CommandError> {
     let program = TrialProgram::from_environment().map_err(|error| CommandError::infrastructure(format!("cannot open this executable: {error}")))?;
     let gpus = Gpus::of_this_machine();
     let (text, plan) = load(&arguments.sweep, &gpus)?;
+    if arguments.launcher == Launcher::Slurm {
+        slurm::check(&plan)?;
+    }
     store::check_writable(&arguments.results.join(&plan.name)).map_err(|error| unwritable(&error))?;
     let host = telemetry::host(&gpus);
     let prepared = prepare(&plan, host.memory_bytes)?;
@@ -49,6 +50,7 @@ pub fn run(arguments: &RunArguments) -> Result<(), CommandError> {
         resume::select(&arguments.only, &planned.manifest, &configurations).map_err(|name| unknown_selection(&name, &planned.manifest))?;
     let rerun = rerun(arguments, &configurations)?;
     let chosen = choose(arguments, &planned, &configurations)?;
+    let adoption = slurm::adoption(arguments.launcher, &chosen.folder)?;
     let (progress, notices, damage) = match &chosen.state {
         Some(state) => (resume::progress(&configurations, state, &rerun), Vec::new(), damage(state)),
         None => (Progress::default(), chosen.manifest.notices.clone(), Vec::new()),
@@ -74,8 +76,12 @@ pub fn run(arguments: &RunArguments) -> Result<(), CommandError> {
     if rerun != Rerun::Nothing && Dispatcher::new(work.clone()).is_idle() {
         return Err(CommandError::new(ErrorKind::NothingToDo, format!("run {} has no trial to run again", chosen.folder.0.display())));
     }
+    let launcher = match arguments.launcher {
+        Launcher::Local => options.into(),
+        Launcher::Slurm => slurm::launcher(&plan, &chosen.folder, &adoption, options, &mut work)?,
+    };
     let mut screen = Screen(ui::events(arguments.json));
-    let summary = run::run(work, &chosen.folder, options, true, &mut screen)?;
+    let summary = run::run(work, &chosen.folder, launcher, true, &mut screen)?;
     let report = generate(&chosen.folder);
     screen.0.finish(report.as_ref().ok().map(brief).as_ref());
     // Others may work in the folder from here on.

@@ -31,6 +31,8 @@ pub struct TrialProgram {
     /// This executable where there is none.
     path: Option<PathBuf>,
     supervisor: PathBuf,
+    /// A program that starts it in turn, with its arguments; empty where it is started as it is.
+    before: Vec<OsString>,
     /// Keeps `supervisor` valid where it names a descriptor.
     _executable: Option<File>,
 }
@@ -44,12 +46,21 @@ impl TrialProgram {
         let executable = File::open("/proc/self/exe")?;
         // In the child `/proc/self` is the child, which has the same descriptor until its exec closes it.
         let supervisor = format!("/proc/self/fd/{}", executable.as_raw_fd()).into();
-        Ok(Self { path: std::env::var_os(TRIAL_PROGRAM).map(PathBuf::from), supervisor, _executable: Some(executable) })
+        Ok(Self { path: std::env::var_os(TRIAL_PROGRAM).map(PathBuf::from), supervisor, before: Vec::new(), _executable: Some(executable) })
+    }
+
+    /// A command that starts the program in turn, `trial` and the request being added to its arguments.
+    ///
+    /// # Errors
+    /// This executable cannot be opened.
+    pub fn behind(mut command: Vec<OsString>) -> io::Result<Self> {
+        let path = command.pop().map(PathBuf::from);
+        Ok(Self { path, before: command, ..Self::from_environment()? })
     }
 
     /// The program at `path`, supervised by the `sweep` at `supervisor`.
     pub fn at(path: &Path, supervisor: &Path) -> Self {
-        Self { path: Some(path.to_owned()), supervisor: supervisor.to_owned(), _executable: None }
+        Self { path: Some(path.to_owned()), supervisor: supervisor.to_owned(), before: Vec::new(), _executable: None }
     }
 }
 
@@ -221,9 +232,10 @@ pub(super) fn spawn<'w>(
     if !place.devices.is_empty() {
         environment.insert("CUDA_VISIBLE_DEVICES", place.devices.join(",").into());
     }
+    let mut words = program.before.iter().cloned().chain(program.path.clone().map(PathBuf::into_os_string));
     let order = Order::Start(Start {
-        program: program.path.clone().map(PathBuf::into_os_string),
-        arguments: vec!["trial".into(), attempt.request().into()],
+        program: words.next(),
+        arguments: words.chain(["trial".into(), attempt.request().into()]).collect(),
         environment: environment.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
         stdout: attempt.stdout().into(),
         stderr: attempt.stderr().into(),

@@ -1,5 +1,8 @@
 //! What carries out the dispatcher's commands: the seam between the run loop and whatever starts attempts.
 
+use super::executor::ExecutorOptions;
+use super::slurm::SlurmOptions;
+use crate::spec::settings::DeviceKind;
 use crate::store::AttemptFolder;
 use crate::trial::TrialId;
 
@@ -11,6 +14,24 @@ pub(super) struct Launch {
     pub(super) folder: AttemptFolder,
     /// Cores it was lent; empty where another decides.
     pub(super) cores: Vec<usize>,
+    /// How many ranks it has, and what they compute on.
+    pub(super) ranks: usize,
+    pub(super) device: DeviceKind,
+}
+
+/// What starts the attempts of a run.
+#[derive(Clone, Debug)]
+pub enum LauncherOptions {
+    /// This machine.
+    Local(ExecutorOptions),
+    /// A SLURM cluster.
+    Slurm(Box<SlurmOptions>),
+}
+
+impl From<ExecutorOptions> for LauncherOptions {
+    fn from(options: ExecutorOptions) -> Self {
+        Self::Local(options)
+    }
 }
 
 /// Starts attempts and ends them. None of its calls waits for anything; what comes of them goes to the run loop's inbox.

@@ -15,12 +15,14 @@ mod processes;
 pub mod resume;
 mod run_loop;
 pub mod search;
+pub mod slurm;
 mod stacks;
 mod supervisor;
 mod work;
 
 pub use child::{TRIAL_PROGRAM, TrialProgram};
 pub use executor::{ExecutorOptions, MakeSamplers};
+pub use launcher::LauncherOptions;
 pub use leases::Machine;
 pub use processes::MARK;
 pub use run_loop::{FailedTrial, Observer, RunSummary, run};

@@ -12,9 +12,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::dispatcher::{Command, Dispatcher, Finish, Input, SpawnOrder, Step, is_expected};
-use super::executor::{Executor, ExecutorOptions};
-use super::launcher::{Launch, Launcher};
+use super::executor::Executor;
+use super::launcher::{Launch, Launcher, LauncherOptions};
 use super::processes;
+use super::slurm::Slurm;
 use super::work::{Configuration, ConfigurationTrials, Work};
 use crate::event::{Event, EventKind};
 use crate::protocol::{CheckpointRequest, PROTOCOL, Placement, Timestamp, TrialRequest};
@@ -69,7 +70,7 @@ pub trait Observer {
 pub fn run(
     mut work: Work,
     folder: &RunFolder,
-    options: ExecutorOptions,
+    launcher: impl Into<LauncherOptions>,
     signals: bool,
     observer: &mut dyn Observer,
 ) -> Result<RunSummary, StoreError> {
@@ -84,7 +85,10 @@ pub fn run(
     let mut run = RunLoop {
         events: JsonLines::append_to(&folder.events())?,
         dispatcher: Dispatcher::new(work),
-        launcher: Box::new(Executor::new(options, inbox)),
+        launcher: match launcher.into() {
+            LauncherOptions::Local(options) => Box::new(Executor::new(options, inbox)),
+            LauncherOptions::Slurm(options) => Box::new(Slurm::new(*options, folder, inbox)),
+        },
         folder,
         observer,
         assigned: BTreeMap::new(),
@@ -244,7 +248,17 @@ impl RunLoop<'_> {
         let attempt = self.folder.attempt(&order.trial.id, order.attempt);
         let prepared = if self.store_failed { Err(None) } else { self.prepare(&order).map_err(Some) };
         match prepared {
-            Ok(()) => self.launcher.spawn(Launch { trial: order.trial.id, attempt: order.attempt, folder: attempt, cores: order.cores }),
+            Ok(()) => {
+                let device = self.dispatcher.work().configurations[order.configuration].settings.device.clone();
+                self.launcher.spawn(Launch {
+                    trial: order.trial.id,
+                    attempt: order.attempt,
+                    folder: attempt,
+                    cores: order.cores,
+                    ranks: device.world_size,
+                    device: device.kind,
+                });
+            }
             Err(error) => {
                 if let Some(error) = &error {
                     self.store_failure(error);

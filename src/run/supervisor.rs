@@ -250,8 +250,11 @@ fn start(order: &Start) -> io::Result<Pid> {
         // Also where the file was replaced meanwhile.
         None => Command::new("/proc/self/exe"),
     };
+    // What starts the trial in turn keeps its own name.
+    if order.arguments.first().is_some_and(|argument| argument == "trial") {
+        command.arg0("sweep");
+    }
     command
-        .arg0("sweep")
         .args(&order.arguments)
         .envs(order.environment.iter().map(|(name, value)| (name, value)))
         .stdin(Stdio::null())

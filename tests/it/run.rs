@@ -558,10 +558,11 @@ fn a_time_limit_finishes_what_runs_and_the_rest_runs_later() {
 }
 
 #[test]
-fn what_is_not_built_is_refused_by_name() {
+fn what_cannot_be_is_refused_by_name() {
     let world = World::new(&trainings(1));
-    let ended = world.run(&["--launcher", "slurm"]).with_code(2);
-    assert!(ended.stderr.contains("--launcher slurm is not built yet"), "{}", ended.stderr);
+    let output = world.command(&["run", "sweep.toml", "--launcher", "slurm"]).env("PATH", "/nonexistent").output().unwrap();
+    let ended = Ended::of(output).with_code(2);
+    assert!(ended.stderr.contains("--launcher slurm: sbatch is not on PATH"), "{}", ended.stderr);
     world.run(&["--resume"]).with_code(2);
     let ended = world.run(&["--jobs", "0"]).with_code(2);
     assert!(ended.stderr.contains("--jobs 0"), "{}", ended.stderr);
