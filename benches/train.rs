@@ -1,7 +1,8 @@
-//! Speed and memory of sharded training on two ranks with one thread each, at two GPT-2 shapes: `cargo bench --bench train`.
+//! Speed and memory of sharded training on two ranks with one thread each, at two GPT-2 shapes, each strategy, in f32 and bf16: `cargo bench --bench train`.
 //!
 //! With `SWEEP_TORCH_PYTHON` (a Python with torch and transformers) and `SWEEP_TORCH_BENCH` (a script that trains the same shapes with PyTorch FSDP over gloo
-//! and prints one JSON line) it alternates the two and prints ratios. `SWEEP_BENCH_ROUNDS` is how often, 3 by default. It asserts nothing.
+//! and prints one JSON line) it alternates the two and prints ratios. `SWEEP_BENCH_ROUNDS` is how often, 3 by default; `SWEEP_BENCH_ONLY` names what is run, as
+//! in `gpt2-124m FULL_SHARD fp32`, by words that all must occur. It asserts nothing.
 #![expect(clippy::print_stdout, reason = "a benchmark prints what it measured")]
 
 use std::error::Error;
@@ -38,41 +39,84 @@ const SHAPES: [Shape; 2] = [
     Shape { name: "gpt2-124m", n_layer: 12, n_embd: 768, n_head: 12, vocab_size: 50257, n_positions: 1024, block_size: 64, batch_size: 2 },
 ];
 
+/// What is sharded how: the script's name of it, and our settings.
+const STRATEGIES: [(&str, &str); 5] = [
+    ("FULL_SHARD", "sharding_strategy = \"FULL_SHARD\""),
+    ("SHARD_GRAD_OP", "sharding_strategy = \"SHARD_GRAD_OP\""),
+    ("NO_SHARD", "sharding_strategy = \"NO_SHARD\""),
+    ("FSDP2", "fsdp_version = 2, reshard_after_forward = true"),
+    ("FSDP2_NORESHARD", "fsdp_version = 2, reshard_after_forward = false"),
+];
+
+/// A line of the table.
+#[derive(Clone, Copy)]
+struct Method {
+    shape: &'static Shape,
+    /// The script's name of the strategy.
+    mode: &'static str,
+    settings: &'static str,
+    bf16: bool,
+}
+
+impl Method {
+    fn name(self) -> String {
+        format!("{} {} {}", self.shape.name, self.mode, if self.bf16 { "bf16" } else { "fp32" })
+    }
+}
+
 /// What one run took.
 #[derive(Clone, Copy)]
 struct Measured {
     tokens_per_second: f64,
     /// CPU seconds of the whole process tree, start included.
     cpu_seconds: f64,
-    /// Highest over ranks.
+    /// Highest over ranks; of PyTorch what its process has taken since it imported its libraries.
     peak_bytes: Option<u64>,
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
     let rounds = std::env::var("SWEEP_BENCH_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(3_usize);
+    let only = std::env::var("SWEEP_BENCH_ONLY").unwrap_or_default();
     let torch = std::env::var_os("SWEEP_TORCH_PYTHON").zip(std::env::var_os("SWEEP_TORCH_BENCH"));
-    println!("{WORLD_SIZE} ranks x 1 thread, FULL_SHARD, a unit per transformer block; median of {STEPS} steps after {WARMUP_STEPS}");
+    println!("{WORLD_SIZE} ranks x 1 thread, a unit per transformer block; median of {STEPS} steps after {WARMUP_STEPS}, median of {rounds} rounds");
     for shape in &SHAPES {
-        let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-        for round in 1..=rounds {
-            let measured = sweep(shape)?;
-            println!("{:<10} round {round}  sweep    {}", shape.name, line(measured));
-            ours.push(measured);
-            if let Some((python, script)) = &torch {
-                let measured = pytorch(shape, python, script)?;
-                println!("{:<10} round {round}  PyTorch  {}", shape.name, line(measured));
-                theirs.push(measured);
+        for bf16 in [false, true] {
+            for (mode, settings) in STRATEGIES {
+                let method = Method { shape, mode, settings, bf16 };
+                let name = method.name();
+                if !only.split_whitespace().all(|word| name.split(' ').any(|part| part == word)) {
+                    continue;
+                }
+                let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+                for _ in 0..rounds {
+                    ours.push(sweep(method)?);
+                    if let Some((python, script)) = &torch {
+                        theirs.push(pytorch(method, python, script)?);
+                    }
+                }
+                let ours = middle(&ours);
+                println!("{name:<30} sweep    {}", line(ours));
+                if !theirs.is_empty() {
+                    let theirs = middle(&theirs);
+                    println!("{name:<30} PyTorch  {}", line(theirs));
+                    let memory = ours.peak_bytes.zip(theirs.peak_bytes).map_or(f64::NAN, |(ours, theirs)| ours as f64 / theirs as f64);
+                    let speed = ours.tokens_per_second / theirs.tokens_per_second;
+                    println!("{name:<30} ratio    {speed:>9.2} tokens/s  {:>7.2} CPU s  {memory:>6.2} peak", ours.cpu_seconds / theirs.cpu_seconds);
+                }
             }
-        }
-        let speed = |runs: &[Measured]| median(runs.iter().map(|run| run.tokens_per_second).collect());
-        let cpu = |runs: &[Measured]| median(runs.iter().map(|run| run.cpu_seconds).collect());
-        println!("{:<10} median   sweep    {:>9.0} tokens/s  {:>7.1} CPU s", shape.name, speed(&ours), cpu(&ours));
-        if !theirs.is_empty() {
-            println!("{:<10} median   PyTorch  {:>9.0} tokens/s  {:>7.1} CPU s", shape.name, speed(&theirs), cpu(&theirs));
-            println!("{:<10} a step takes {:.2} times PyTorch's time", shape.name, speed(&theirs) / speed(&ours));
         }
     }
     Ok(())
+}
+
+/// The median of each measure.
+fn middle(runs: &[Measured]) -> Measured {
+    let of = |measure: &dyn Fn(&Measured) -> f64| median(runs.iter().map(measure).collect());
+    Measured {
+        tokens_per_second: of(&|run| run.tokens_per_second),
+        cpu_seconds: of(&|run| run.cpu_seconds),
+        peak_bytes: runs[0].peak_bytes.map(|_| of(&|run| run.peak_bytes.unwrap_or_default() as f64) as u64),
+    }
 }
 
 fn line(measured: Measured) -> String {
@@ -81,7 +125,9 @@ fn line(measured: Measured) -> String {
 }
 
 /// Trains with `sweep trial`.
-fn sweep(shape: &Shape) -> Result<Measured, Box<dyn Error>> {
+fn sweep(method: Method) -> Result<Measured, Box<dyn Error>> {
+    let shape = method.shape;
+    let mixed_precision = if method.bf16 { "bf16" } else { "no" };
     let folder = tempfile::TempDir::new()?;
     let attempt = AttemptFolder(folder.path().to_owned());
     let tokens = folder.path().join("tokens.safetensors");
@@ -93,10 +139,10 @@ fn sweep(shape: &Shape) -> Result<Measured, Box<dyn Error>> {
         model = {{ id = "gpt2-tiny", init = "random" }}
         data = {{ dataset = {{ token_blocks = "tokens.safetensors" }}, shuffle = false }}
         train = {{ block_size = {}, per_device_train_batch_size = {}, max_steps = {steps}, learning_rate = 1e-3, weight_decay = 0.01, lr_scheduler_type = "constant" }}
-        fsdp = {{ auto_wrap_policy = "TRANSFORMER_BASED_WRAP", use_orig_params = true }}
+        fsdp = {{ auto_wrap_policy = "TRANSFORMER_BASED_WRAP", mixed_precision = "{mixed_precision}", {} }}
         device = {{ kind = "cpu", world_size = {WORLD_SIZE} }}
         "#,
-        shape.block_size, shape.batch_size
+        shape.block_size, shape.batch_size, method.settings
     );
     let plan = spec::load("bench.toml", &text, &Overlays::default(), &Surroundings::default()).map_err(|errors| errors.to_string())?;
     let row = plan.rows.get(0).ok_or("a sweep file without grid has one row")?;
@@ -116,7 +162,7 @@ fn sweep(shape: &Shape) -> Result<Measured, Box<dyn Error>> {
         probe_steps: None,
         block_size: shape.block_size,
         seed: 0,
-        settings: row.settings,
+        settings: row.effective,
         model: ResolvedModel { architecture, weights: None, fingerprint: None },
         data: PreparedData {
             train: tokens,
@@ -149,7 +195,8 @@ fn sweep(shape: &Shape) -> Result<Measured, Box<dyn Error>> {
 }
 
 /// Trains with PyTorch.
-fn pytorch(shape: &Shape, python: &OsString, script: &OsString) -> Result<Measured, Box<dyn Error>> {
+fn pytorch(method: Method, python: &OsString, script: &OsString) -> Result<Measured, Box<dyn Error>> {
+    let shape = method.shape;
     let numbers = [
         ("--layers", shape.n_layer),
         ("--embd", shape.n_embd),
@@ -167,6 +214,7 @@ fn pytorch(shape: &Shape, python: &OsString, script: &OsString) -> Result<Measur
     for (name, number) in numbers {
         command.arg(name).arg(number.to_string());
     }
+    command.args(["--mode", method.mode]).args(method.bf16.then_some("--bf16"));
     let before = children_cpu_seconds()?;
     let output = command.output()?;
     let cpu_seconds = children_cpu_seconds()? - before;
@@ -174,7 +222,9 @@ fn pytorch(shape: &Shape, python: &OsString, script: &OsString) -> Result<Measur
     let json = text.lines().rev().find(|line| line.starts_with('{')).ok_or_else(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
     let json: serde_json::Value = serde_json::from_str(json)?;
     let tokens_per_second = json["tokens_per_s"].as_f64().ok_or("the script's line has no tokens_per_s")?;
-    Ok(Measured { tokens_per_second, cpu_seconds, peak_bytes: None })
+    let taken = |rank: &serde_json::Value| Some(rank["mem"]["peak_mib"].as_f64()? - rank["mem"]["import_mib"].as_f64()?);
+    let peak_mib = json["ranks"].as_array().and_then(|ranks| ranks.iter().filter_map(taken).max_by(f64::total_cmp));
+    Ok(Measured { tokens_per_second, cpu_seconds, peak_bytes: peak_mib.map(|mib| (mib * 1024.0 * 1024.0) as u64) })
 }
 
 /// Token ids with Zipf-like frequencies, the same every time.
