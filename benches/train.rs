@@ -177,6 +177,7 @@ fn sweep(method: Method) -> Result<Measured, Box<dyn Error>> {
         cores: vec![0, 1],
         placement: None,
         checkpoint: None,
+        stall_timeout_seconds: None,
         save_model: None,
     };
     write_json(&attempt.request(), &request)?;

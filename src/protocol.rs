@@ -128,6 +128,9 @@ pub struct TrialRequest {
     /// Where and when state is saved, and where an earlier attempt may have left some to go on from; `None`: nothing is saved, every attempt starts afresh.
     #[serde(default)]
     pub checkpoint: Option<CheckpointRequest>,
+    /// Seconds without progress after which the trial is ended; a rank that is blocked is found and named before. `None`: nobody waits for progress.
+    #[serde(default)]
+    pub stall_timeout_seconds: Option<f64>,
     /// Where the trained model is saved, as transformers reads it; `None`: it is not. A relative path starts at the folder of the request.
     #[serde(default)]
     pub save_model: Option<PathBuf>,

@@ -314,6 +314,7 @@ impl RunLoop<'_> {
                 save_steps: work.checkpoint.save_steps,
                 save_total_limit: work.checkpoint.save_total_limit,
             }),
+            stall_timeout_seconds: Some(work.limits.stall_timeout.as_secs_f64()),
             save_model: (trial.purpose == Purpose::Train && work.checkpoint.save_model).then(|| Path::new("..").join(MODEL)),
         };
         replace_json(&attempt.request(), &request)

@@ -6,6 +6,8 @@ pub mod dataset;
 pub mod error;
 pub mod eval;
 pub mod export;
+#[cfg(feature = "test-fakes")]
+mod fault;
 pub mod fsdp;
 pub mod memory;
 pub mod model;

@@ -3,7 +3,7 @@
 //! [`train`] sets up what ranks share and starts them; [`Trainer::run`] is what each of them does, from top to bottom.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::checkpoint::{Checkpoint, Checkpoints, DataPosition, Progress, SchedulerState, TrainingState};
 use super::config::TrialConfig;
@@ -61,7 +61,11 @@ pub fn train(
             bind_to(&cores.of_rank[rank]);
         }
     };
-    let options = RankOptions { on_blocked: abandon, ..RankOptions::new(config.world_size(), config.cores.threads_per_rank) };
+    let mut options = RankOptions { on_blocked: abandon, ..RankOptions::new(config.world_size(), config.cores.threads_per_rank) };
+    if let Some(seconds) = request.stall_timeout_seconds {
+        // The rank is named before whoever started this trial ends it without knowing which it was.
+        options.stall_timeout = options.stall_timeout.min(Duration::from_secs_f64(seconds.clamp(0.0, 1e9) / 2.0));
+    }
     let mut outcomes = run_ranks(&options, on_thread, |context| {
         let shared = Shared { config, reporter, data: &data, parameters: &parameters, accounts: &accounts, checkpoints, preemption, began };
         let first_values = weights.as_deref().or(resumed.as_ref().map(|checkpoint| checkpoint as &dyn WeightSource));
@@ -263,6 +267,8 @@ impl<'a> Trainer<'a> {
     /// One optimiser step: forward and backward of every pass, then clip and update.
     fn step(&mut self, epoch: &Epoch, step: usize) -> Result<(), TrainError> {
         let began = Instant::now();
+        #[cfg(feature = "test-fakes")]
+        super::fault::strike(self.engine.group().rank(), self.steps_taken() + 1)?;
         let blocks = &self.shared.data.train;
         let (rank, world_size) = (self.engine.group().rank(), self.engine.group().world_size());
         let loss_scale = self.scaler.as_ref().map(GradScaler::scale);

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use rustix::process::Signal;
 use sweep::protocol::{Architecture, CheckpointRequest, Message, MessageKind, Step, TrialEnding, TrialRequest, TrialResult};
-use sweep::spec::settings::{DType, LrSchedulerType, MixedPrecision, Settings, ShardingStrategy, StateDictType, TrainDuration};
+use sweep::spec::settings::{DType, LrSchedulerType, MixedPrecision, ReshardAfterForward, Settings, ShardingStrategy, StateDictType, TrainDuration};
 use sweep::store::{AttemptFolder, RunFolder, read_json, read_json_lines, write_json};
 use sweep::trial::{Purpose, TrialId, TrialOutcome};
 
@@ -152,13 +152,22 @@ fn pattern(world_size: usize) -> Attempt {
 #[test]
 fn training_goes_on_to_the_last_bit() {
     type Change = fn(&mut Settings);
-    let cases: [(&str, usize, Change); 9] = [
+    let cases: [(&str, usize, Change); 11] = [
         ("one rank", 1, |_| ()),
         ("FULL_SHARD, sharded", 2, |settings| settings.fsdp.state_dict_type = StateDictType::ShardedStateDict),
         ("FULL_SHARD, full", 3, |settings| settings.fsdp.state_dict_type = StateDictType::FullStateDict),
         ("NO_SHARD, sharded", 2, |settings| {
             settings.fsdp.sharding_strategy = ShardingStrategy::NoShard;
             settings.fsdp.state_dict_type = StateDictType::ShardedStateDict;
+        }),
+        ("HYBRID_SHARD, 2 x 2, sharded", 4, |settings| {
+            settings.fsdp.sharding_strategy = ShardingStrategy::HybridShard;
+            settings.fsdp.hybrid_shard_size = Some(2);
+            settings.fsdp.state_dict_type = StateDictType::ShardedStateDict;
+        }),
+        ("FSDP2, full", 2, |settings| {
+            settings.fsdp.fsdp_version = 2;
+            settings.fsdp.reshard_after_forward = Some(ReshardAfterForward::Flag(true));
         }),
         ("fp16, overflowing", 2, |settings| {
             settings.fsdp.mixed_precision = MixedPrecision::uniform(DType::Fp16);

@@ -66,6 +66,7 @@ impl Attempt {
             cores: Vec::new(),
             placement: None,
             checkpoint: None,
+            stall_timeout_seconds: None,
             save_model: None,
         };
         Self { folder: TempDir::new().unwrap(), request }
@@ -119,7 +120,12 @@ impl Attempt {
     }
 
     fn run_as_written(self) -> Ended {
-        let output = Command::new(env!("CARGO_BIN_EXE_sweep")).arg("trial").arg(self.path()).env_clear().output().unwrap();
+        self.run_with(&[])
+    }
+
+    fn run_with(self, environment: &[(&str, &str)]) -> Ended {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_sweep"));
+        let output = command.arg("trial").arg(self.path()).env_clear().envs(environment.iter().copied()).output().unwrap();
         let folder = AttemptFolder(self.folder.path().to_owned());
         let messages = read_json_lines::<Message>(&folder.messages()).unwrap();
         assert_eq!(messages.unreadable, []);
@@ -197,7 +203,7 @@ fn follows_the_reference_runs() {
     let expected = &curves["w1/single"];
     let (losses, norms) = (float(&expected["loss"]), float(&expected["grad_norm_before_clip"]));
     type Change = fn(&mut Settings);
-    let cases: [(&str, usize, f64, f64, Change); 6] = [
+    let cases: [(&str, usize, f64, f64, Change); 7] = [
         ("one rank", 1, 2e-6, 2e-6, |_| ()),
         ("FULL_SHARD", 2, 2e-6, 2e-6, |_| ()),
         ("NO_SHARD", 2, 2e-6, 2e-6, |settings| settings.fsdp.sharding_strategy = ShardingStrategy::NoShard),
@@ -205,6 +211,13 @@ fn follows_the_reference_runs() {
             settings.train.per_device_train_batch_size = 2;
             settings.train.gradient_accumulation_steps = 2;
             settings.fsdp.use_orig_params = false;
+            settings.fsdp.cpu_offload = true;
+        }),
+        // CASES 30: clipping sees the whole norm although shards and gradients live in host memory.
+        ("offloaded, accumulated, each pass reduced", 2, 2e-6, 2e-6, |settings| {
+            settings.train.per_device_train_batch_size = 2;
+            settings.train.gradient_accumulation_steps = 2;
+            settings.train.sync_each_batch = true;
             settings.fsdp.cpu_offload = true;
         }),
         ("bf16", 2, 2e-3, 1e-2, |settings| settings.fsdp.mixed_precision = MixedPrecision::uniform(DType::Bf16)),
@@ -357,6 +370,27 @@ fn a_rank_over_its_budget_says_so_and_exits() {
     };
     assert!(*rank < 2 && in_use_bytes <= budget_bytes && in_use_bytes + requested_bytes > *budget_bytes);
     assert!(["forward", "backward", "optimizer"].contains(&phase.as_str()), "{phase}");
+}
+
+/// CASES 14: a rank that panics, fails or is blocked ends the trial within seconds, and is named with what it said; nothing hangs.
+#[test]
+fn a_rank_that_fails_ends_the_trial_and_is_named() {
+    let cases = [
+        ("panic", 70, "rank 1 failed: panicked: a fault was asked for"),
+        ("error", 3, "rank 1 failed: a fault was asked for"),
+        ("block", 3, "rank 1 failed: has been blocked"),
+    ];
+    for (kind, code, expected) in cases {
+        let mut attempt = Attempt::pattern(3, 24);
+        attempt.request.stall_timeout_seconds = Some(4.0);
+        write_json(&attempt.path(), &attempt.request).unwrap();
+        let ended = attempt.run_with(&[("SWEEP_FAULT", &format!(r#"{{"rank": 1, "step": 3, "kind": "{kind}"}}"#))]);
+        assert_eq!(ended.code(), Some(code), "{kind}: {}", ended.stderr());
+        assert_eq!(ended.steps().len(), 2, "{kind}");
+        let TrialEnding::Failed { reason } = &ended.result.as_ref().unwrap().ending else { panic!("{kind}: {:?}", ended.result) };
+        assert!(reason.starts_with(expected), "{kind}: {reason}");
+        assert!(ended.stderr().contains(reason), "{kind}: {}", ended.stderr());
+    }
 }
 
 #[test]

@@ -104,11 +104,11 @@ impl Rank {
     }
 }
 
-/// Two checkpoints of the same training on two ranks, one of each kind, in `full` and `sharded`; and the loss of an evaluation.
-fn trained(folder: &Path, settings: &FsdpSettings, options: &EngineOptions) -> LossSum {
+/// Two checkpoints of the same training, one of each kind, in `full` and `sharded`; and the loss of an evaluation.
+fn trained(folder: &Path, world_size: usize, settings: &FsdpSettings, options: &EngineOptions) -> LossSum {
     let weights = RandomWeights::new(&Architecture::Gpt2(sizes()), 3);
     let losses = run_ranks(
-        &RankOptions::new(2, 1),
+        &RankOptions::new(world_size, 1),
         |_| {},
         |context| {
             let number = context.rank;
@@ -122,35 +122,47 @@ fn trained(folder: &Path, settings: &FsdpSettings, options: &EngineOptions) -> L
     losses.unwrap()[0]
 }
 
-/// CASES 32: saved at world size 2, loaded at 1, 2, 3, 4 and 7 under other strategies, policies and layouts: the same evaluation loss, and saved again the same
-/// bytes, moments included.
+/// CASES 32: saved at world size 2, or 3 or 4, loaded at 1, 2, 3, 4 and 7 under other strategies, versions, policies and layouts: the same evaluation loss, and
+/// saved again the same bytes, moments included.
 #[test]
 fn any_world_reads_what_any_other_wrote() {
     let trainable = |pattern: &str| EngineOptions { seed: 1, trainable: Some(regex::Regex::new(pattern).unwrap()) };
+    // World size, settings, which parameters are trained, and how many ranks write.
     let writers = [
-        (json!({}), EngineOptions::default()),
-        (json!({"sharding_strategy": "NO_SHARD"}), EngineOptions::default()),
-        (json!({"sharding_strategy": "SHARD_GRAD_OP", "auto_wrap_policy": "SIZE_BASED_WRAP", "use_orig_params": false}), EngineOptions::default()),
+        (2, json!({}), EngineOptions::default(), 2),
+        // Replicas write nothing.
+        (2, json!({"sharding_strategy": "NO_SHARD"}), EngineOptions::default(), 1),
+        (4, json!({"sharding_strategy": "HYBRID_SHARD", "hybrid_shard_size": 2}), EngineOptions::default(), 2),
+        (
+            2,
+            json!({"sharding_strategy": "SHARD_GRAD_OP", "auto_wrap_policy": "SIZE_BASED_WRAP", "use_orig_params": false}),
+            EngineOptions::default(),
+            2,
+        ),
+        // Sizes that three ranks cannot share evenly.
+        (3, json!({"fsdp_version": 2, "reshard_after_forward": true}), EngineOptions::default(), 3),
         // Frozen parameters have no moments.
-        (json!({}), trainable("mlp")),
+        (2, json!({}), trainable("mlp"), 2),
     ];
     let readers = [
         (1, json!({})),
         (2, json!({"sharding_strategy": "NO_SHARD"})),
         (3, json!({"auto_wrap_policy": "NO_WRAP"})),
         (4, json!({"auto_wrap_policy": "SIZE_BASED_WRAP"})),
+        (4, json!({"sharding_strategy": "HYBRID_SHARD_ZERO2", "hybrid_shard_size": 2})),
+        (4, json!({"fsdp_version": 2, "reshard_after_forward": false})),
         (7, json!({"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": true})),
     ];
-    for (number, (writer, options)) in writers.iter().enumerate() {
+    for (world_size, writer, options, writing) in &writers {
         let folder = TempDir::new().unwrap();
-        let loss = trained(folder.path(), &settings(writer), options);
+        let loss = trained(folder.path(), *world_size, &settings(writer), options);
         let full = |name: &str| std::fs::read(folder.path().join(name).join("step-2/full.safetensors")).unwrap();
         let parameters = model().modules().parameters();
         for kind in ["full", "sharded"] {
             let checkpoint = Checkpoint::open(&folder.path().join(kind).join("step-2"), &TrialId("trial".to_owned()), &parameters).unwrap();
             assert_eq!((checkpoint.step(), checkpoint.state()), (2, &state()));
-            for (world_size, reader) in &readers {
-                let again = format!("again-{kind}-{world_size}");
+            for (number, (world_size, reader)) in readers.iter().enumerate() {
+                let again = format!("again-{kind}-{number}");
                 let losses = run_ranks(
                     &RankOptions::new(*world_size, 1),
                     |_| {},
@@ -167,9 +179,8 @@ fn any_world_reads_what_any_other_wrote() {
                 assert!(full(&again) == full("full"), "{writer} {kind}, read by {world_size} {reader}: other bytes");
             }
         }
-        // The files are what their names say: nothing is written twice, and replicas write nothing.
         let files = |name: &str| std::fs::read_dir(folder.path().join(name).join("step-2")).unwrap().count();
-        assert_eq!((files("full"), files("sharded")), (2, if number == 1 { 2 } else { 3 }));
+        assert_eq!((files("full"), files("sharded")), (2, writing + 1), "{writer}: nothing is written twice");
     }
 }
 
@@ -222,7 +233,7 @@ fn refusal(folder: &Path) -> String {
 #[test]
 fn damage_of_any_byte_is_found() {
     let folder = TempDir::new().unwrap();
-    trained(folder.path(), &settings(&json!({})), &EngineOptions::default());
+    trained(folder.path(), 2, &settings(&json!({})), &EngineOptions::default());
     for kind in ["full", "sharded"] {
         let checkpoint = folder.path().join(kind).join("step-2");
         for entry in std::fs::read_dir(&checkpoint).unwrap() {
@@ -257,7 +268,7 @@ fn damage_of_any_byte_is_found() {
 #[test]
 fn what_does_not_fit_is_refused() {
     let folder = TempDir::new().unwrap();
-    trained(folder.path(), &settings(&json!({})), &EngineOptions::default());
+    trained(folder.path(), 2, &settings(&json!({})), &EngineOptions::default());
     let checkpoint = folder.path().join("sharded/step-2");
     let index = Index::read(&checkpoint).unwrap();
     type Change = fn(&mut Index);
@@ -290,7 +301,7 @@ fn what_does_not_fit_is_refused() {
 #[test]
 fn the_newest_complete_checkpoint_is_taken() {
     let folder = TempDir::new().unwrap();
-    trained(folder.path(), &settings(&json!({})), &EngineOptions::default());
+    trained(folder.path(), 2, &settings(&json!({})), &EngineOptions::default());
     let (ours, parameters) = (checkpoints(&folder.path().join("full"), "FULL_STATE_DICT"), model().modules().parameters());
     for name in ["step-10", "step-9", "step-011", "step-x", ".partial-step-30"] {
         std::fs::create_dir(ours.folder.join(name)).unwrap();

@@ -181,6 +181,7 @@ impl Run {
             cores: Vec::new(),
             placement: None,
             checkpoint: None,
+            stall_timeout_seconds: None,
             save_model: None,
         };
         write_json(&folder.request(), &request);
