@@ -68,7 +68,7 @@ fn names(folder: &Path) -> Vec<String> {
 #[test]
 fn what_was_saved_is_read_again() {
     use AutoWrapPolicy::{NoWrap, TransformerBasedWrap};
-    use ShardingStrategy::{FullShard, NoShard, ShardGradOp};
+    use ShardingStrategy::{FullShard, HybridShard, NoShard, ShardGradOp};
     let folder = tempfile::tempdir().unwrap();
     let to = folder.path().join("trial").join("model");
     for (name, world_size, settings) in [
@@ -78,6 +78,8 @@ fn what_was_saved_is_read_again() {
         ("llama-llama3-rope", 2, fsdp(NoShard, TransformerBasedWrap, true)),
         ("gpt2-relu-inner", 3, fsdp(FullShard, NoWrap, false)),
         ("gpt2-gelu-untied", 2, fsdp(FullShard, TransformerBasedWrap, true)),
+        ("llama-one-kv-head", 4, FsdpSettings { hybrid_shard_size: Some(2), ..fsdp(HybridShard, TransformerBasedWrap, true) }),
+        ("llama-llama3-rope", 3, FsdpSettings { fsdp_version: 2, ..fsdp(FullShard, TransformerBasedWrap, true) }),
     ] {
         let original = resolve(&gold("shapes").join(name));
         // Over the one before, which is replaced.

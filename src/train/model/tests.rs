@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors, serialize_to_file};
 
 use super::*;
 use crate::data::{self, Hub};
@@ -13,7 +14,7 @@ use crate::spec::settings::{
     AttnImplementation, AutoWrapPolicy, DType, Dataset, FsdpSettings, Init, MixedPrecision, ModelConfigOverrides, ModelSettings, ShardingStrategy,
     Tokenizer,
 };
-use crate::train::fsdp::{Batch, EngineOptions, FullyShardedDataParallel, RankContext, RankOptions, run_ranks};
+use crate::train::fsdp::{Batch, EngineOptions, FullyShardedDataParallel, RankContext, RankOptions, WeightSource, run_ranks};
 use crate::train::memory;
 use crate::train::weights::{self, RandomWeights, SafetensorsWeights};
 
@@ -137,8 +138,14 @@ fn models_of_unusual_shapes_are_transformers() {
     for folder in folders {
         let reference = Reference::open(&folder.join("golden.safetensors"));
         let model = resolve(&folder);
-        for (kind, world_size) in [(AttentionKind::Flash, 1), (AttentionKind::Eager, 3)] {
-            let (logits, gradients) = compare(&model, kind, &reference, world_size, &fsdp());
+        let size = FsdpSettings { auto_wrap_policy: AutoWrapPolicy::SizeBasedWrap, min_num_params: 500, use_orig_params: false, ..fsdp() };
+        for (kind, world_size, settings) in [
+            (AttentionKind::Flash, 1, fsdp()),
+            (AttentionKind::Eager, 3, fsdp()),
+            (AttentionKind::Flash, 2, size),
+            (AttentionKind::Flash, 3, FsdpSettings { fsdp_version: 2, ..fsdp() }),
+        ] {
+            let (logits, gradients) = compare(&model, kind, &reference, world_size, &settings);
             let name = folder.display();
             assert!(logits < 1e-5 && gradients < 1e-6, "{name}, {kind:?}: logits off by {logits:.2e}, gradients by {gradients:.2e}");
         }
@@ -226,29 +233,60 @@ fn dropout_of_a_llama_repeats() {
     assert!((plain.0 - eager.0).abs() < 1e-4 && plain.1.iter().zip(&eager.1).all(|(flash, eager)| (flash - eager).abs() < 1e-6));
 }
 
-/// Layouts of files of the same model: an index over several files, half precision, keys as on the hub, a tied head that is stored again.
+/// Files of the same model: keys as on the hub, with buffers that are no weights and a tied head that is stored again; an index over several files; half
+/// precision, which rounds and does nothing else.
 #[test]
 fn every_layout_of_files_gives_the_same_weights() {
     let gpt2 = std::fs::read(gold("tiny-gpt2-perturbed.safetensors")).unwrap();
     let llama = std::fs::read(gold("tiny-llama-perturbed.safetensors")).unwrap();
-    let folder = tempfile::tempdir().unwrap();
-    for (bytes, prefix) in [(&gpt2, "transformer."), (&llama, "model.")] {
+    for (bytes, prefix, embedding) in [(&gpt2, "transformer.", "transformer.wte.weight"), (&llama, "model.", "model.embed_tokens.weight")] {
         let file = SafeTensors::deserialize(bytes).unwrap();
-        let path = folder.path().join("model.safetensors");
-        let whole = folder.path().join("whole.safetensors");
-        std::fs::write(&whole, bytes).unwrap();
-        let mask = safetensors::tensor::TensorView::new(safetensors::Dtype::U8, vec![4], &[1, 0, 1, 1]).unwrap();
-        let renamed: Vec<_> = file
-            .iter()
-            .map(|(name, view)| (name.strip_prefix(prefix).unwrap_or(name).to_owned(), view))
-            .chain([("h.0.attn.bias".to_owned(), mask.clone()), ("h.1.attn.masked_bias".to_owned(), mask)])
-            .collect();
-        safetensors::serialize_to_file(renamed, None, &path).unwrap();
-        let [whole, bare] = [&whole, &path].map(|path| SafetensorsWeights::open(path).unwrap());
+        let world = tempfile::tempdir().unwrap();
+        let folder = |name: &str| {
+            let folder = world.path().join(name);
+            std::fs::create_dir(&folder).unwrap();
+            folder
+        };
+        let whole = folder("whole");
+        std::fs::write(whole.join("model.safetensors"), bytes).unwrap();
+
+        let hub = folder("hub");
+        let mask = TensorView::new(Dtype::U8, vec![4], &[1, 0, 1, 1]).unwrap();
+        let mut tensors: Vec<_> = file.iter().map(|(name, view)| (name.strip_prefix(prefix).unwrap_or(name).to_owned(), view)).collect();
+        tensors.extend([("h.0.attn.bias".to_owned(), mask.clone()), ("h.1.attn.masked_bias".to_owned(), mask)]);
+        if !tensors.iter().any(|(name, _)| name == "lm_head.weight") {
+            tensors.push(("lm_head.weight".to_owned(), file.tensor(embedding).unwrap()));
+        }
+        serialize_to_file(tensors, None, &hub.join("model.safetensors")).unwrap();
+
+        let cut = folder("cut");
+        let names: Vec<_> = file.names().into_iter().map(ToString::to_string).collect();
+        let mut places = std::collections::BTreeMap::new();
+        for (part, names) in names.chunks(5).enumerate() {
+            let part = format!("model-{part}.safetensors");
+            serialize_to_file(names.iter().map(|name| (name, file.tensor(name).unwrap())), None, &cut.join(&part)).unwrap();
+            names.iter().for_each(|name| drop(places.insert(name.clone(), part.clone())));
+        }
+        let index = serde_json::json!({"metadata": {"total_size": 0}, "weight_map": places});
+        std::fs::write(cut.join("model.safetensors.index.json"), index.to_string()).unwrap();
+
+        let halves = folder("halves");
+        let half = |view: &TensorView<'_>| {
+            let numbers = view.data().as_chunks().0.iter().map(|bytes| half::f16::from_f32(f32::from_le_bytes(*bytes)));
+            numbers.flat_map(half::f16::to_le_bytes).collect::<Vec<u8>>()
+        };
+        let numbers: Vec<_> = file.iter().map(|(name, view)| (name, view.shape().to_vec(), half(&view))).collect();
+        let views = numbers.iter().map(|(name, shape, bytes)| (*name, TensorView::new(Dtype::F16, shape.clone(), bytes).unwrap()));
+        serialize_to_file(views, None, &halves.join("model.safetensors")).unwrap();
+
+        let [whole, hub, cut, halves] = [whole, hub, cut, halves].map(|folder| SafetensorsWeights::open(&folder).unwrap());
         for (name, view) in file.iter() {
-            use crate::train::fsdp::WeightSource;
             let read = |weights: &SafetensorsWeights| weights.read(name, view.shape(), 0..view.shape().iter().product()).unwrap();
-            assert_eq!(read(&whole), read(&bare), "{name}");
+            let numbers = read(&whole);
+            assert_eq!(numbers, read(&hub), "{name}");
+            assert_eq!(numbers, read(&cut), "{name}");
+            let rounded: Vec<f32> = numbers.iter().map(|&number| half::f16::from_f32(number).to_f32()).collect();
+            assert_eq!(rounded, read(&halves), "{name}");
         }
     }
 }
