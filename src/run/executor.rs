@@ -159,7 +159,8 @@ fn watch(
     let mut ending = AttemptEnding::default();
     let mut tail = MessageTail::new(&launch.folder.messages());
     let mut recorder = Recorder::create(&launch.folder.telemetry(), (options.samplers)(process.id())).map_err(|error| error.to_string());
-    let mut next_sample = Duration::ZERO;
+    // The first look is worth least and costs most: at a process that is still being loaded, past all others of the machine.
+    let mut next_sample = options.telemetry_interval;
     let say = |input| drop(inbox.send(input));
     if let Err(error) = &recorder {
         say(Input::Notice(format!("Telemetry is not recorded: {error}")));
