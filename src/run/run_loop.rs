@@ -191,6 +191,7 @@ impl RunLoop<'_> {
     /// for the failed trials, when the run is over.
     fn carry_out(&mut self, step: Step) -> Option<RunSummary> {
         let (mut done, mut outstanding) = (0, 0);
+        let boundary = step.events.iter().any(|kind| matches!(kind, EventKind::TrialStarted { .. } | EventKind::TrialEnded { .. }));
         for kind in step.events {
             if let EventKind::RunEnded { done: ended_well, outstanding: not_run, .. } = &kind {
                 (done, outstanding) = (*ended_well, *not_run);
@@ -198,6 +199,12 @@ impl RunLoop<'_> {
             let event = Event { at: Timestamp::now(), kind };
             self.write_down(&event);
             self.observer.event(&event);
+        }
+        if boundary
+            && !self.store_failed
+            && let Err(error) = self.events.sync()
+        {
+            self.store_failure(&error);
         }
         for command in step.commands {
             match command {
@@ -219,7 +226,7 @@ impl RunLoop<'_> {
             EventKind::TrialProgress { .. } => return,
             EventKind::TrialStarted { trial, .. } => {
                 self.assigned.insert(trial.clone(), event.at);
-                self.events.push(event).and_then(|()| self.events.sync())
+                self.events.push(event)
             }
             EventKind::TrialEnded { trial, attempt, outcome, seconds, stderr_tail, .. } => {
                 let record = AttemptRecord {
@@ -230,7 +237,7 @@ impl RunLoop<'_> {
                     outcome: outcome.clone(),
                     stderr_tail: stderr_tail.clone(),
                 };
-                keep(self.folder, trial, &record).and_then(|()| self.events.push(event)).and_then(|()| self.events.sync())
+                keep(self.folder, trial, &record).and_then(|()| self.events.push(event))
             }
             _ => self.events.push(event),
         };
@@ -250,14 +257,20 @@ impl RunLoop<'_> {
         match prepared {
             Ok(()) => {
                 let device = self.dispatcher.work().configurations[order.configuration].settings.device.clone();
+                let trial = order.trial.id;
                 self.launcher.spawn(Launch {
-                    trial: order.trial.id,
+                    trial: trial.clone(),
                     attempt: order.attempt,
                     folder: attempt,
                     cores: order.cores,
                     ranks: device.world_size,
                     device: device.kind,
                 });
+                // What says which trial this is reaches the disk while the child runs.
+                let paths = [self.folder.trial_record(&trial), self.folder.trial(&trial), self.folder.trials()];
+                if let Err(error) = paths.iter().try_for_each(|path| sync(path)) {
+                    self.store_failure(&error);
+                }
             }
             Err(error) => {
                 if let Some(error) = &error {
@@ -321,16 +334,11 @@ impl RunLoop<'_> {
     }
 }
 
-/// Puts the end of an attempt on disk, and with it everything of its folder that a report reads.
+/// Puts the end of an attempt on disk, and with it what it said.
 fn keep(folder: &RunFolder, trial: &TrialId, record: &AttemptRecord) -> Result<(), StoreError> {
     let attempt = folder.attempt(trial, record.attempt);
-    sync(&folder.trial_record(trial))?;
-    for path in [attempt.messages(), attempt.telemetry()] {
-        if path.exists() {
-            sync(&path)?;
-        }
+    if attempt.messages().exists() {
+        sync(&attempt.messages())?;
     }
-    write_json(&attempt.outcome(), record)?;
-    sync(&folder.trial(trial))?;
-    sync(&folder.trials())
+    write_json(&attempt.outcome(), record)
 }
