@@ -136,7 +136,8 @@ fn orchestrate(world: &Path, count: usize, jobs: usize, observer: &mut dyn Obser
         program: Arc::new(TrialProgram::at(program(), Path::new(env!("CARGO_BIN_EXE_sweep")))),
         telemetry_interval: Duration::from_millis(200),
         pin_cores: false,
-        samplers: Arc::new(|process| vec![Box::new(ProcessTreeSampler::new(process))]),
+        samplers: Arc::new(|process, _| vec![Box::new(ProcessTreeSampler::new(process))]),
+        gpus: None,
     };
     let trials: Vec<_> = work.configurations.iter().flat_map(|configuration| configuration.possible_trials()).collect();
     let began = Instant::now();
@@ -206,7 +207,7 @@ fn prepare(world: &Path, count: usize) -> Outcome<(RunManifest, Work)> {
         checkpoint: Default::default(),
         limits: manifest.limits.clone(),
         fail_fast: false,
-        machine: Machine { cores: vec![0, 1], memory_bytes: u64::MAX },
+        machine: Machine { cores: vec![0, 1], memory_bytes: u64::MAX, gpus: Vec::new() },
         cluster: None,
         adopted: Default::default(),
         known: Default::default(),

@@ -235,10 +235,21 @@ pub struct AttemptEnding {
     pub disk_error: Option<String>,
     /// The SLURM job it ran in, if it did.
     pub job: Option<EndedJob>,
+    /// GPUs whose memory did not come back after it.
+    pub unreturned_memory: Vec<UnreturnedMemory>,
     /// Why we ended it, if we did.
     pub ended_by: Option<EndedBy>,
     /// Seconds the attempt ran.
     pub seconds: f64,
+}
+
+/// A GPU whose memory did not come back after an attempt.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnreturnedMemory {
+    /// Its UUID.
+    pub device: String,
+    /// Bytes in use beyond those before the attempt.
+    pub bytes: u64,
 }
 
 /// Why `sweep` itself ended an attempt.

@@ -21,7 +21,7 @@ use crate::spec::plan::SweepPlan;
 use crate::store::{
     self, FORMAT_VERSION, Host, LockAttempt, ManifestRow, RunFolder, RunLock, RunManifest, RunState, StoreError, write_json, write_whole,
 };
-use crate::telemetry::{self, GpuSampler, Gpus, ProcessTreeSampler, Sampler};
+use crate::telemetry::{self, Gpus, Sampler};
 use crate::trial::{Purpose, TrialId};
 use crate::ui::{self, EventSink};
 
@@ -57,12 +57,14 @@ pub fn run(arguments: &RunArguments) -> Result<(), CommandError> {
     };
     let remarks = [chosen.remarks, damage].concat();
 
-    let (machine, pin_cores) = Machine::of_this_process(planned.manifest.host.memory_bytes);
+    let (machine, pin_cores) =
+        Machine::of_this_process(planned.manifest.host.memory_bytes, gpus.devices.iter().map(|gpu| gpu.uuid.clone()).collect());
     let options = ExecutorOptions {
         program: Arc::new(program),
         telemetry_interval: plan.telemetry_interval,
         pin_cores,
-        samplers: Arc::new(move |process| samplers(&gpus, process)),
+        gpus: gpus.library.clone(),
+        samplers: Arc::new(move |process, lent| samplers(&gpus, process, lent)),
     };
     let mut work = Work {
         resumed: chosen.state.is_some(),
@@ -103,12 +105,11 @@ impl Observer for Screen {
     }
 }
 
-fn samplers(gpus: &Gpus, process: u32) -> Vec<Box<dyn Sampler>> {
-    let mut samplers: Vec<Box<dyn Sampler>> = vec![Box::new(ProcessTreeSampler::new(process))];
-    if let Some(library) = gpus.library.as_ref().filter(|_| !gpus.devices.is_empty()) {
-        samplers.push(Box::new(GpuSampler::new(Arc::clone(library), gpus.devices.iter().map(|gpu| gpu.uuid.clone()).collect())));
-    }
-    samplers
+/// The process tree, and the GPUs that the trial was lent; where it was lent none, all that can be seen.
+fn samplers(gpus: &Gpus, process: u32, lent: &[String]) -> Vec<Box<dyn Sampler>> {
+    let all = || gpus.devices.iter().map(|gpu| gpu.uuid.clone()).collect();
+    let uuids: Vec<String> = if lent.is_empty() { all() } else { lent.to_vec() };
+    telemetry::samplers(process, gpus, &uuids)
 }
 
 /// What the sweep file asks for, data and models at hand.
@@ -251,7 +252,7 @@ fn work(manifest: &RunManifest, configurations: Vec<Configuration>, progress: Pr
 /// Whether something is missing that may run.
 fn is_unfinished(manifest: &RunManifest, configurations: &[Configuration], state: &RunState) -> bool {
     let progress = resume::progress(configurations, state, &Rerun::Nothing);
-    let machine = Machine { cores: Vec::new(), memory_bytes: 0 };
+    let machine = Machine::default();
     !Dispatcher::new(work(manifest, configurations.to_vec(), progress, machine)).is_idle()
 }
 

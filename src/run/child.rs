@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
+use super::leases::Place;
 use super::processes::{self, MARK};
 use super::supervisor::{self, Order, Report, Start};
 use crate::store::AttemptFolder;
@@ -229,8 +230,8 @@ pub(super) fn spawn<'w>(
     let mut environment: BTreeMap<&str, OsString> = BTreeMap::new();
     environment.insert(MARK, mark.clone().into());
     environment.insert("CUDA_DEVICE_ORDER", "PCI_BUS_ID".into());
-    if !place.devices.is_empty() {
-        environment.insert("CUDA_VISIBLE_DEVICES", place.devices.join(",").into());
+    if !place.gpus.is_empty() {
+        environment.insert("CUDA_VISIBLE_DEVICES", place.gpus.join(",").into());
     }
     let mut words = program.before.iter().cloned().chain(program.path.clone().map(PathBuf::into_os_string));
     let order = Order::Start(Start {
@@ -268,15 +269,6 @@ pub(super) fn spawn<'w>(
     }
     drop(line);
     Ok(Process { supervisor: Some(supervisor), supervisors, handle, mark, id, exit: None })
-}
-
-/// Where a process may compute.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Place {
-    /// Cores by their numbers; all where none is named.
-    pub(super) cores: Vec<usize>,
-    /// GPUs by their UUIDs; the environment's where none is named.
-    pub(super) devices: Vec<String>,
 }
 
 impl Process<'_> {

@@ -4,12 +4,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use super::leases::Leases;
+use super::leases::{Leases, Place};
 use super::search::{self, Bounds, Decision, Fit};
 use super::work::{ConfigurationTrials, PlannedTrial, Work};
 use crate::event::{EventKind, LimitedBy};
+use crate::format;
 use crate::protocol::{Message, MessageKind};
-use crate::trial::{AttemptEnding, EndedBy, Purpose, TrialId, TrialOutcome, classify};
+use crate::trial::{AttemptEnding, EndedBy, Purpose, TrialId, TrialOutcome, UnreturnedMemory, classify};
 
 /// Something that happened.
 #[derive(Debug)]
@@ -90,8 +91,8 @@ pub struct SpawnOrder {
     pub trial: PlannedTrial,
     /// Which attempt, from 1.
     pub attempt: u32,
-    /// Cores it may compute on; it shares them with no other trial.
-    pub cores: Vec<usize>,
+    /// Where it may compute; it shares that with no other trial.
+    pub place: Place,
     /// Whether it starts afresh, whatever checkpoints earlier attempts left.
     pub afresh: bool,
 }
@@ -224,8 +225,7 @@ impl Dispatcher {
             leases: match work.cluster {
                 // Its scheduler shares out what there is.
                 Some(_) => Leases::elsewhere(work.limits.jobs.unwrap_or(usize::MAX)),
-                // A processor is one device: without a word from the user it is not shared.
-                None => Leases::new(&work.machine, work.limits.jobs.unwrap_or(1)),
+                None => Leases::new(&work.machine, work.limits.jobs.unwrap_or_else(|| jobs(&work))),
             },
             needs: Vec::new(),
             ready: BTreeSet::new(),
@@ -249,7 +249,7 @@ impl Dispatcher {
         for (index, configuration) in self.work.configurations.iter().enumerate() {
             for trial in configuration.possible_trials() {
                 let Some(attempt) = self.work.adopted.get(&trial.id).copied() else { continue };
-                if self.leases.take(&trial.id, configuration.memory_bytes()).is_some() {
+                if self.leases.take(&trial.id, configuration.demand()).is_some() {
                     let progress = self.trials.entry(trial.id.clone()).or_default();
                     progress.attempts = progress.attempts.max(attempt);
                     let running = Running { queued: true, ..Running::new(index, trial, attempt, Duration::ZERO) };
@@ -291,6 +291,7 @@ impl Dispatcher {
             Input::StoreFailed { reason } => self.stop(Stop::Store { reason }, now, &mut step),
         }
         self.schedule(now, &mut step);
+        self.stop_if_nothing_fits(now, &mut step);
         self.finish_if_over(&mut step);
         step
     }
@@ -360,6 +361,13 @@ impl Dispatcher {
         }
         let Some(running) = self.running.remove(id) else { return };
         self.leases.give_back(id);
+        for UnreturnedMemory { device, bytes } in std::mem::take(&mut ending.unreturned_memory) {
+            if self.leases.quarantine(&device) {
+                let kept = format::bytes(bytes);
+                let text = format!("{device} is used no more: {kept} of its memory did not come back after trial {id} had ended.");
+                step.events.push(EventKind::Notice { text });
+            }
+        }
         ending.ended_by = running.ended_by;
         let outcome = classify(&ending);
         let configuration = &self.work.configurations[running.configuration];
@@ -481,15 +489,15 @@ impl Dispatcher {
         while self.running.len() < self.leases.jobs() {
             let Some(index) = self.ready.range(from..).next().copied() else { return };
             from = index + 1;
-            let memory_bytes = self.work.configurations[index].memory_bytes();
+            let demand = self.work.configurations[index].demand();
             while let Some(place) = self.needs[index].ready.iter().position(|trial| self.may_start(&trial.id, now)) {
-                let Some(cores) = self.leases.take(&self.needs[index].ready[place].id, memory_bytes) else { break };
+                let Some(lent) = self.leases.take(&self.needs[index].ready[place].id, demand) else { break };
                 let trial = self.needs[index].ready.remove(place);
                 let progress = self.trials.entry(trial.id.clone()).or_default();
                 progress.attempts += 1;
                 let attempt = progress.attempts;
                 let afresh = std::mem::take(&mut progress.afresh);
-                step.commands.push(Command::Spawn(SpawnOrder { configuration: index, trial: trial.clone(), attempt, cores, afresh }));
+                step.commands.push(Command::Spawn(SpawnOrder { configuration: index, trial: trial.clone(), attempt, place: lent, afresh }));
                 let running = Running::new(index, trial, attempt, now);
                 step.events.push(self.started(&running));
                 self.running.insert(running.trial.id.clone(), running);
@@ -498,6 +506,19 @@ impl Dispatcher {
                 self.ready.remove(&index);
             }
         }
+    }
+
+    /// Stops the run where everything that is left needs more GPUs than there are in health.
+    fn stop_if_nothing_fits(&mut self, now: Duration, step: &mut Step) {
+        if self.stop.is_some() || !self.running.is_empty() || self.ready.is_empty() {
+            return;
+        }
+        let demands = self.ready.iter().map(|index| self.work.configurations[*index].demand());
+        let Some(least) = demands.min_by_key(|demand| demand.gpus).filter(|least| !self.leases.could_ever_take(*least)) else { return };
+        let least = least.gpus;
+        let reason = format!("the trials that are left need {least} GPUs or more, and {} can be used", self.leases.healthy_gpus());
+        step.events.push(EventKind::Remark { text: format!("The run stops: {reason}") });
+        self.stop(Stop::Breaker { reason }, now, step);
     }
 
     /// Whether a trial's pause after an infrastructure failure, if any, is over.
@@ -640,6 +661,12 @@ impl Dispatcher {
         step.events.push(EventKind::RunEnded { exit_code: finish.exit_code(), done, failed, outstanding });
         step.commands.push(Command::Finish(finish));
     }
+}
+
+/// Trials at a time where the user does not say: as many as the GPUs hold. A processor is one device, and is not shared.
+fn jobs(work: &Work) -> usize {
+    let needs = work.configurations.iter().map(|configuration| configuration.demand().gpus).filter(|gpus| *gpus > 0);
+    needs.min().map_or(1, |least| work.machine.gpus.len() / least)
 }
 
 /// How long a trial waits before it is tried again after its `failures`-th infrastructure failure: what ails a machine often passes, seldom at once.

@@ -13,7 +13,7 @@ use crate::protocol::{
 use crate::run::leases::Machine;
 use crate::run::work::{Candidate, Cluster, Configuration, KnownTrial, Selection};
 use crate::spec::plan::Limits;
-use crate::spec::settings::Settings;
+use crate::spec::settings::{DeviceKind, Settings};
 use crate::trial::ConfigurationId;
 
 fn settings() -> Settings {
@@ -101,7 +101,7 @@ fn work(configurations: Vec<Configuration>) -> Work {
             sweep_timeout: None,
         },
         fail_fast: false,
-        machine: Machine { cores: vec![0, 1, 2, 3], memory_bytes: 10_000 },
+        machine: Machine { cores: vec![0, 1, 2, 3], memory_bytes: 10_000, gpus: Vec::new() },
         cluster: None,
         adopted: BTreeMap::new(),
         known: BTreeMap::new(),
@@ -243,7 +243,7 @@ fn jobs_run_beside_each_other_and_share_neither_cores_nor_memory() {
     two.limits.jobs = Some(2);
     let world = World::begin(two.clone());
     let cores = |command: &Command| match command {
-        Command::Spawn(order) => order.cores.clone(),
+        Command::Spawn(order) => order.place.cores.clone(),
         _ => vec![],
     };
     assert_eq!(world.commands.iter().map(cores).collect::<Vec<_>>(), [vec![0, 1], vec![2, 3]]);
@@ -463,6 +463,41 @@ fn fail_fast_lets_running_trials_end_and_starts_no_other() {
     assert_eq!(world.did(), ["spawn a-train #1", "spawn b-train #1", "finish 100"]);
 }
 
+/// Two ranks of each trial need a GPU each: two trials at a time on four. Case 26: a GPU whose memory does not come back is used no more, the others go on, and
+/// what then fits nowhere ends the run.
+#[test]
+fn trials_on_gpus_are_packed_and_bad_gpus_left_out() {
+    let on_gpus = |name: &str| {
+        let mut configuration = fixed(name);
+        configuration.settings.device.kind = DeviceKind::Cuda;
+        configuration
+    };
+    let mut plan = work(["a", "b", "c", "d", "e"].map(on_gpus).into());
+    plan.machine.gpus = ["g0", "g1", "g2", "g3"].map(str::to_owned).into();
+    let mut world = World::begin(plan);
+    let gpus = |world: &mut World| -> Vec<String> {
+        let gpus = |command| match command {
+            Command::Spawn(order) => format!("{}: {}", order.trial.id, order.place.gpus.join(" ")),
+            other => format!("{other:?}"),
+        };
+        std::mem::take(&mut world.commands).into_iter().map(gpus).collect()
+    };
+    assert_eq!(gpus(&mut world), ["a-train: g0 g1", "b-train: g2 g3"]);
+    let leaves = |device: &str| AttemptEnding { unreturned_memory: vec![UnreturnedMemory { device: device.to_owned(), bytes: 3 << 30 }], ..done() };
+    world.end("a-train", 1, leaves("g1"));
+    assert_eq!(gpus(&mut world), [""; 0], "one GPU is too few");
+    let said = "g1 is used no more: 3.00 GiB of its memory did not come back after trial a-train had ended.";
+    assert!(world.events.iter().any(|event| matches!(event, EventKind::Notice { text } if text == said)), "{:?}", world.events);
+    world.end("b-train", 1, done());
+    assert_eq!(gpus(&mut world), ["c-train: g0 g2"]);
+    world.end("c-train", 1, leaves("g0"));
+    assert_eq!(gpus(&mut world), ["d-train: g2 g3"]);
+    world.end("d-train", 1, leaves("g3"));
+    let reason = "the trials that are left need 2 GPUs or more, and 1 can be used".to_owned();
+    assert_eq!(world.commands, [Command::Finish(Finish::Infrastructure { reason })]);
+    assert_eq!(world.events.last(), Some(&EventKind::RunEnded { exit_code: 75, done: 4, failed: 0, outstanding: 1 }));
+}
+
 /// Case 7: the results folder takes nothing more.
 #[test]
 fn a_full_disk_ends_the_run_as_infrastructure() {
@@ -617,8 +652,8 @@ proptest! {
                     Command::Spawn(order) => {
                         prop_assert!(!stopped, "started after a signal");
                         prop_assert!(!settled.contains(&order.trial.id), "ran a settled trial");
-                        prop_assert!(running.values().all(|(_, cores)| cores.iter().all(|core| !order.cores.contains(core))), "shared a core");
-                        prop_assert!(running.insert(order.trial.id, (order.attempt, order.cores)).is_none(), "ran twice at once");
+                        prop_assert!(running.values().all(|(_, cores)| cores.iter().all(|core| !order.place.cores.contains(core))), "shared a core");
+                        prop_assert!(running.insert(order.trial.id, (order.attempt, order.place.cores)).is_none(), "ran twice at once");
                         prop_assert!(running.len() <= jobs);
                     }
                     Command::Examine { trial, .. } | Command::Terminate(trial) | Command::Kill(trial) => prop_assert!(running.contains_key(&trial)),

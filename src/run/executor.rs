@@ -11,23 +11,25 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use super::child::{self, Exit, Handle, Place, Process, Supervisors, TrialProgram};
+use super::child::{self, Exit, Handle, Process, Supervisors, TrialProgram};
+use super::device_memory::Baselines;
 use super::dispatcher::Input;
 use super::launcher::{Launch, Launcher};
+use super::leases::Place;
 use super::log_end;
 use super::messages::MessageTail;
 use super::oom_kills::OomKills;
 use super::stacks;
 use crate::protocol::MessageKind;
 use crate::store::{AttemptFolder, read_json};
-use crate::telemetry::{Recorder, Sampler};
+use crate::telemetry::{GpuLibrary, Recorder, Sampler};
 use crate::trial::{AttemptEnding, TrialId};
 
 /// How often a child's messages are looked for. Its end is noticed at once.
 const POLL: Duration = Duration::from_millis(50);
 
-/// Makes the samplers of an attempt from the id of its process.
-pub type MakeSamplers = Arc<dyn Fn(u32) -> Vec<Box<dyn Sampler>> + Send + Sync>;
+/// Makes the samplers of an attempt from the id of its process and the GPUs that it was lent.
+pub type MakeSamplers = Arc<dyn Fn(u32, &[String]) -> Vec<Box<dyn Sampler>> + Send + Sync>;
 
 /// How processes are started and watched.
 #[derive(Clone)]
@@ -41,6 +43,8 @@ pub struct ExecutorOptions {
     pub pin_cores: bool,
     /// What is sampled.
     pub samplers: MakeSamplers,
+    /// What says how much memory of a GPU is in use.
+    pub gpus: Option<Arc<dyn GpuLibrary>>,
 }
 
 impl std::fmt::Debug for ExecutorOptions {
@@ -63,6 +67,7 @@ pub(super) struct Executor {
 struct Shared {
     supervisors: Supervisors,
     oom_kills: OomKills,
+    baselines: Baselines,
 }
 
 impl Executor {
@@ -70,7 +75,7 @@ impl Executor {
         Self {
             options,
             inbox,
-            shared: Arc::new(Shared { supervisors: Supervisors::default(), oom_kills: OomKills::of_this_process() }),
+            shared: Arc::new(Shared { supervisors: Supervisors::default(), oom_kills: OomKills::of_this_process(), baselines: Baselines::default() }),
             attempts: BTreeMap::new(),
         }
     }
@@ -132,7 +137,11 @@ impl Launcher for Executor {
 /// Runs one attempt from start to end.
 fn attend(options: &ExecutorOptions, launch: &Launch, shared: &Shared, handle: &Handle, inbox: &Sender<Input>) -> AttemptEnding {
     let started = Instant::now();
-    let place = Place { cores: if options.pin_cores { launch.cores.clone() } else { Vec::new() }, devices: Vec::new() };
+    let cores = if options.pin_cores { launch.place.cores.clone() } else { Vec::new() };
+    let place = Place { cores, gpus: launch.place.gpus.clone() };
+    if let Some(library) = &options.gpus {
+        shared.baselines.note(&place.gpus, &**library);
+    }
     shared.oom_kills.take_note();
     let mut ending = match child::spawn(&options.program, &shared.supervisors, &launch.folder, &place, handle) {
         Ok(process) => watch(options, launch, process, started, shared, inbox),
@@ -140,6 +149,9 @@ fn attend(options: &ExecutorOptions, launch: &Launch, shared: &Shared, handle: &
     };
     if ending.signal == Some(Signal::KILL.as_raw()) && !handle.was_killed() {
         ending.kernel_oom_kill = shared.oom_kills.claim();
+    }
+    if let Some(library) = &options.gpus {
+        ending.unreturned_memory = shared.baselines.unreturned(&place.gpus, &**library, thread::sleep);
     }
     if ending.exit_code != Some(0) && ending.result.is_none() {
         ending.disk_error = refusal(&launch.folder).err().map(|error| error.to_string());
@@ -158,7 +170,8 @@ fn watch(
 ) -> AttemptEnding {
     let mut ending = AttemptEnding::default();
     let mut tail = MessageTail::new(&launch.folder.messages());
-    let mut recorder = Recorder::create(&launch.folder.telemetry(), (options.samplers)(process.id())).map_err(|error| error.to_string());
+    let mut recorder =
+        Recorder::create(&launch.folder.telemetry(), (options.samplers)(process.id(), &launch.place.gpus)).map_err(|error| error.to_string());
     // The first look is worth least and costs most: at a process that is still being loaded, past all others of the machine.
     let mut next_sample = options.telemetry_interval;
     let say = |input| drop(inbox.send(input));

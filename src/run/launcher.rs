@@ -1,6 +1,7 @@
 //! What carries out the dispatcher's commands: the seam between the run loop and whatever starts attempts.
 
 use super::executor::ExecutorOptions;
+use super::leases::Place;
 use super::slurm::SlurmOptions;
 use crate::spec::settings::DeviceKind;
 use crate::store::AttemptFolder;
@@ -12,8 +13,8 @@ pub(super) struct Launch {
     pub(super) trial: TrialId,
     pub(super) attempt: u32,
     pub(super) folder: AttemptFolder,
-    /// Cores it was lent; empty where another decides.
-    pub(super) cores: Vec<usize>,
+    /// Where it may compute; names nothing where another decides.
+    pub(super) place: Place,
     /// How many ranks it has, and what they compute on.
     pub(super) ranks: usize,
     pub(super) device: DeviceKind,

@@ -4,6 +4,7 @@
 //! loop.
 
 mod child;
+mod device_memory;
 pub mod dispatcher;
 mod executor;
 mod launcher;
@@ -23,7 +24,7 @@ mod work;
 pub use child::{TRIAL_PROGRAM, TrialProgram};
 pub use executor::{ExecutorOptions, MakeSamplers};
 pub use launcher::LauncherOptions;
-pub use leases::Machine;
+pub use leases::{Machine, Place};
 pub use processes::MARK;
 pub use run_loop::{FailedTrial, Observer, RunSummary, run};
 pub use supervisor::supervise;

@@ -262,7 +262,7 @@ impl RunLoop<'_> {
                     trial: trial.clone(),
                     attempt: order.attempt,
                     folder: attempt,
-                    cores: order.cores,
+                    place: order.place,
                     ranks: device.world_size,
                     device: device.kind,
                 });
@@ -319,7 +319,7 @@ impl RunLoop<'_> {
             settings: configuration.settings.clone(),
             model: configuration.model.clone(),
             data: configuration.data.clone(),
-            cores: order.cores.clone(),
+            cores: order.place.cores.clone(),
             placement: placement(work, configuration),
             // A probe is over too soon to be worth saving.
             checkpoint: (trial.purpose == Purpose::Train).then(|| CheckpointRequest {

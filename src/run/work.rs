@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::leases::Machine;
+use super::leases::{Demand, Machine};
 use crate::event::{EventKind, LimitedBy};
 use crate::protocol::{PreparedData, ResolvedModel};
 use crate::spec::plan::{CheckpointSettings, Limits};
-use crate::spec::settings::Settings;
+use crate::spec::settings::{DeviceKind, Settings};
 use crate::trial::{ConfigurationId, Purpose, TrialId, TrialOutcome};
 
 /// A configuration with everything its trials need. Rows that share it are served by one.
@@ -75,9 +75,13 @@ impl Configuration {
         }
     }
 
-    /// Bytes of memory that its trials may use together; 0 where no budget says.
-    pub(super) fn memory_bytes(&self) -> u64 {
-        self.settings.device.memory.unwrap_or(0).saturating_mul(self.settings.device.world_size as u64)
+    /// What each of its trials needs: on a CPU the budgets of its ranks together, 0 where there are none; otherwise a GPU for each rank.
+    pub(super) fn demand(&self) -> Demand {
+        let device = &self.settings.device;
+        match device.kind {
+            DeviceKind::Cpu => Demand { memory_bytes: device.memory.unwrap_or(0).saturating_mul(device.world_size as u64), gpus: 0 },
+            DeviceKind::Cuda => Demand { memory_bytes: 0, gpus: device.world_size },
+        }
     }
 }
 

@@ -172,7 +172,11 @@ fn log(fake: &Fake, what: &str, request: &TrialRequest, attempt: u32) -> io::Res
     let Some(path) = &fake.log else { return Ok(()) };
     let purpose = if request.purpose == Purpose::Probe { "probe" } else { "train" };
     let cores: Vec<String> = request.cores.iter().map(usize::to_string).collect();
-    let line = format!("{what} {} {purpose} {} {attempt} {} {}\n", request.trial, request.block_size, std::process::id(), cores.join(","));
+    // A dash stands for what is not set.
+    let variable = |name: &str| std::env::var(name).unwrap_or_else(|_| "-".to_owned());
+    let (devices, order, port) = (variable("CUDA_VISIBLE_DEVICES"), variable("CUDA_DEVICE_ORDER"), variable("MASTER_PORT"));
+    let (process, cores) = (std::process::id(), cores.join(","));
+    let line = format!("{what} {} {purpose} {} {attempt} {process} {cores} {devices} {order} {port}\n", request.trial, request.block_size);
     OpenOptions::new().create(true).append(true).open(path)?.write_all(line.as_bytes())
 }
 

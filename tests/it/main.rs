@@ -11,6 +11,7 @@ mod plan;
 mod report;
 mod run;
 mod run_chaos;
+mod run_devices;
 mod run_endings;
 mod run_processes;
 mod schema;

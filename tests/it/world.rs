@@ -106,7 +106,8 @@ impl World {
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// What trials logged, line by line, each split at its blanks: `begin|end`, id, purpose, block size, attempt, process, cores.
+    /// What trials logged, line by line, each split at its blanks: `begin|end`, id, purpose, block size, attempt, process,
+    /// cores, `CUDA_VISIBLE_DEVICES`, `CUDA_DEVICE_ORDER`, `MASTER_PORT`.
     pub(crate) fn log(&self) -> Vec<Vec<String>> {
         let text = fs::read_to_string(self.path("trials.log")).unwrap_or_default();
         text.lines().map(|line| line.split(' ').map(str::to_owned).collect()).collect()
