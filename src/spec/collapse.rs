@@ -1,6 +1,6 @@
 //! Switches that cannot matter, set to one canonical value, so that trials that would measure the same thing run once.
 
-use super::settings::{AutoWrapPolicy, BackwardPrefetch, DType, Dataset, ReshardAfterForward, Settings, ShardingStrategy};
+use super::settings::{AutoWrapPolicy, BackwardPrefetch, DType, Dataset, ReshardAfterForward, Settings, ShardingStrategy, StateDictType};
 
 /// Smallest unit of `SIZE_BASED_WRAP` where it plays no part: accelerate's default.
 const UNUSED_MIN_NUM_PARAMS: u64 = 100_000_000;
@@ -35,6 +35,12 @@ pub fn collapse(settings: &Settings) -> (Settings, Vec<String>) {
         effective.data.shuffle = false;
     }
     (effective, reasons)
+}
+
+/// What goes with a sweep that saves no checkpoints.
+pub(super) fn collapse_state_dicts(effective: &mut Settings, reasons: &mut Vec<String>) {
+    let sentence = "state_dict_type has no effect without checkpoint.save_steps";
+    set(&mut effective.fsdp.state_dict_type, StateDictType::FullStateDict, sentence, reasons);
 }
 
 fn set<T: PartialEq>(field: &mut T, canonical: T, sentence: &str, reasons: &mut Vec<String>) {

@@ -3,7 +3,7 @@
 
 use std::collections::HashSet;
 
-use super::collapse::collapse;
+use super::collapse::{collapse, collapse_state_dicts};
 use super::mistakes::{Mistakes, Origin};
 use super::plan::Row;
 use super::presets::preset;
@@ -33,6 +33,8 @@ pub(crate) struct Shared {
     pub(crate) kind: DeviceKind,
     /// The smallest candidate, where block sizes are searched for.
     pub(crate) smallest_candidate: Option<usize>,
+    /// Whether checkpoints are saved.
+    pub(crate) saves: bool,
 }
 
 /// All points of a sweep, as axes.
@@ -94,7 +96,10 @@ impl Expansion {
     fn build(&self, group: &Group, within: usize) -> Row {
         let position = group.position(within);
         let point = self.finish(group.point(position));
-        let (effective, collapsed) = collapse(&point.settings);
+        let (mut effective, mut collapsed) = collapse(&point.settings);
+        if !self.shared.saves {
+            collapse_state_dicts(&mut effective, &mut collapsed);
+        }
         Row { label: group.label(position), settings: point.settings, effective, block_size: point.block_size, collapsed }
     }
 

@@ -105,7 +105,8 @@ fn resolve(file_name: &str, text: &str, overlays: &Overlays, surroundings: &Surr
     }
     let search = layer.search.is_some().then(|| BlockSizeSearch { candidates: sweep.candidates.clone(), probe_steps: sweep.probe_steps });
     let smallest_candidate = search.as_ref().and_then(|search| search.candidates.first().copied());
-    let (expansion, of_expansion) = expand::expand(&layer, &name, Shared { seed: sweep.seed, kind, smallest_candidate }, mistakes)?;
+    let shared = Shared { seed: sweep.seed, kind, smallest_candidate, saves: sweep.checkpoint.save_steps.is_some() };
+    let (expansion, of_expansion) = expand::expand(&layer, &name, shared, mistakes)?;
     notices.extend(of_expansion);
     let rows = Rows::expanded(Arc::new(expansion));
     check_control(&layer, &sweep, &rows, mistakes);

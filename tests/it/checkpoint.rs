@@ -1,6 +1,8 @@
 //! State saved by one process and gone on from by another: the same numbers to the last bit, whatever ended the first.
 
 use std::fs;
+use std::ops::RangeInclusive;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
@@ -11,7 +13,7 @@ use sweep::store::{AttemptFolder, RunFolder, read_json, read_json_lines, write_j
 use sweep::trial::{Purpose, TrialId, TrialOutcome};
 
 use crate::trial::{Attempt, write_tokens};
-use crate::world::{Ended as SweepEnded, World, signal, wait_until};
+use crate::world::{Ended as SweepEnded, World, lives, signal, wait_until};
 
 /// A trial's folder: attempts, and the checkpoints they share.
 struct Trial {
@@ -49,11 +51,23 @@ impl Trial {
     }
 
     fn start(&self, number: u32) -> Child {
+        self.start_with(number, &[])
+    }
+
+    fn start_with(&self, number: u32, environment: &[(&str, &str)]) -> Child {
         let folder = self.folder(number);
         fs::create_dir_all(&folder.0).unwrap();
         write_json(&folder.request(), &self.attempt.request).unwrap();
         let mut command = Command::new(env!("CARGO_BIN_EXE_sweep"));
-        command.arg("trial").arg(folder.request()).env_clear().stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        command
+            .arg("trial")
+            .arg(folder.request())
+            .env_clear()
+            .envs(environment.iter().copied())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
     }
 
     fn messages(&self, number: u32) -> Vec<MessageKind> {
@@ -306,6 +320,22 @@ fn where_there_is_nothing_to_save_a_request_to_end_ends_at_once() {
     }
 }
 
+/// A trial that does not come to its next step ends by the second TERM, with nothing saved.
+#[test]
+fn a_second_request_ends_a_trial_at_once() {
+    let trial = long();
+    let mut child = trial.start_with(1, &[("SWEEP_FAULT", r#"{"rank": 1, "step": 2, "kind": "block"}"#)]);
+    wait_until("a rank is blocked", || trial.messages(1).iter().any(|message| matches!(message, MessageKind::Step(_))));
+    // Two that come at the same time are one.
+    while child.try_wait().unwrap().is_none() {
+        signal(&child, Signal::TERM);
+        std::thread::yield_now();
+    }
+    let ended = trial.ended(1, child);
+    assert_eq!((ended.output.status.signal(), ended.saved()), (Some(15), Vec::new()));
+    assert!(ended.result.is_none() && !trial.checkpoint(1).exists());
+}
+
 #[test]
 fn old_checkpoints_go_once_a_new_one_is_complete() {
     let mut trial = Trial::new(pattern(2), Some(3));
@@ -425,9 +455,9 @@ fn of_attempt(run: &RunFolder, id: &TrialId, attempt: u32) -> Vec<MessageKind> {
     read_json_lines::<Message>(&run.attempt(id, attempt).messages()).unwrap().records.into_iter().map(|message| message.kind).collect()
 }
 
-/// Step and loss of the steps of all attempts, later attempts after earlier ones.
-fn losses(run: &RunFolder, id: &TrialId, attempts: u32) -> Vec<(u64, f64)> {
-    let all = (1..=attempts).flat_map(|attempt| of_attempt(run, id, attempt));
+/// Step and loss of the steps of these attempts, later attempts after earlier ones.
+fn losses(run: &RunFolder, id: &TrialId, attempts: RangeInclusive<u32>) -> Vec<(u64, f64)> {
+    let all = attempts.flat_map(|attempt| of_attempt(run, id, attempt));
     all.filter_map(|message| if let MessageKind::Step(step) = message { Some((step.step, step.loss.0)) } else { None }).collect()
 }
 
@@ -438,7 +468,7 @@ fn a_run_goes_on_with_what_was_preempted_or_interrupted() {
     world.run(&[]).with_code(0);
     let whole = world.newest();
     let id = world.state().trials.into_keys().next().unwrap();
-    let expected = losses(&whole, &id, 1);
+    let expected = losses(&whole, &id, 1..=1);
     assert_eq!(expected.len(), 150);
 
     let run = world.start(&["--new"]);
@@ -459,8 +489,41 @@ fn a_run_goes_on_with_what_was_preempted_or_interrupted() {
 
     world.run(&[]).with_code(0);
     assert_eq!((world.newest(), world.state().trials[&id].attempts), (newest.clone(), 3));
-    assert_eq!(losses(&newest, &id, 3), expected);
+    assert_eq!(losses(&newest, &id, 1..=3), expected);
     let results = [(&whole, 1), (&newest, 3)].map(|(run, attempt)| read_json::<TrialResult>(&run.attempt(&id, attempt).result()).unwrap());
     assert_eq!(results[0].evaluation.as_ref().unwrap().loss, results[1].evaluation.as_ref().unwrap().loss);
     assert_eq!((results[1].optimizer_steps, results[1].tokens_seen), (results[0].optimizer_steps, results[0].tokens_seen));
+}
+
+/// `sweep` and its trial are killed in the middle: the trial goes on from its last checkpoint, and ends as one that nobody disturbed.
+#[test]
+fn a_killed_run_goes_on_from_the_last_checkpoint() {
+    let world = real();
+    world.run(&[]).with_code(0);
+    let whole = world.newest();
+    let id = world.state().trials.into_keys().next().unwrap();
+    let saving = format!("{REAL}[checkpoint]\nsave_steps = 20\nsave_total_limit = 2\n[fsdp]\nstate_dict_type = \"FULL_STATE_DICT\"\n");
+    fs::write(world.path("sweep.toml"), saving).unwrap();
+    let mut run = world.start(&[]);
+    let attempt = |number| of_attempt(&world.newest(), &id, number);
+    let saved = |message: &MessageKind| matches!(message, MessageKind::Checkpoint { .. });
+    wait_until("a checkpoint is saved", || world.newest() != whole && attempt(1).iter().any(saved));
+    let Some(MessageKind::Started { pid, .. }) = attempt(1).first().cloned() else { panic!("{:?}", attempt(1)) };
+    run.kill().unwrap();
+    run.wait().unwrap();
+    wait_until("its child is gone", || !lives(pid));
+    let last =
+        attempt(1).iter().filter_map(|message| if let MessageKind::Checkpoint { step, .. } = message { Some(*step) } else { None }).max().unwrap();
+
+    world.run(&[]).with_code(0);
+    let newest = world.newest();
+    let expected = losses(&whole, &id, 1..=1);
+    let second = losses(&newest, &id, 2..=2);
+    let resumed = second[0].0 - 1;
+    // A checkpoint may have become complete in the moment of the kill, before it could be told of.
+    assert!(resumed == last || resumed == last + 20, "it went on from step {resumed}, the last checkpoint was {last}");
+    assert_eq!(second, expected[resumed as usize..]);
+    let mut left: Vec<_> = fs::read_dir(newest.checkpoints(&id)).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["step-120", "step-140"]);
 }

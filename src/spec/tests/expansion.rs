@@ -131,6 +131,8 @@ fn switches_that_cannot_matter_are_collapsed() {
             (2, 1),
         ),
         ("world_size = 1\n[grid]\nsharding_strategy = [\"FULL_SHARD\", \"SHARD_GRAD_OP\", \"NO_SHARD\"]\nforward_prefetch = [true, false]\n", (6, 1)),
+        ("world_size = 2\n[grid]\nstate_dict_type = [\"FULL_STATE_DICT\", \"SHARDED_STATE_DICT\"]\n", (2, 1)),
+        ("world_size = 2\n[checkpoint]\nsave_steps = 5\n[grid]\nstate_dict_type = [\"FULL_STATE_DICT\", \"SHARDED_STATE_DICT\"]\n", (2, 2)),
         ("world_size = 2\n[grid]\ninitial_loss_scale = [1024.0, 2048.0]\nmixed_precision = [\"no\", \"fp16\"]\n", (4, 3)),
         ("world_size = 2\n[grid]\nsync_each_batch = [true, false]\ngradient_accumulation_steps = [1, 2]\n", (4, 3)),
     ];

@@ -128,7 +128,10 @@ impl Checkpoints {
             None => Ok(None),
             Some(newest) => {
                 let older = if refused.len() > 1 { format!(", and none of the {} older ones can", refused.len() - 1) } else { String::new() };
-                Err(TrainError::Input(format!("{newest}{older}; remove {} to start afresh", self.folder.display())))
+                Err(TrainError::Input(format!(
+                    "{newest}{older}; remove {}, or give `sweep run` --rerun failed, to start afresh",
+                    self.folder.display()
+                )))
             }
         }
     }
