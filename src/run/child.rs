@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 
 use super::leases::Place;
+use super::ports::Port;
 use super::processes::{self, MARK};
 use super::supervisor::{self, Order, Report, Start};
 use crate::store::AttemptFolder;
@@ -224,12 +225,17 @@ pub(super) fn spawn<'w>(
     supervisors: &'w Supervisors,
     attempt: &AttemptFolder,
     place: &Place,
+    port: Option<&Port<'_>>,
     handle: &'w Handle,
 ) -> io::Result<Process<'w>> {
     let mark = std::path::absolute(&attempt.0)?;
     let mut environment: BTreeMap<&str, OsString> = BTreeMap::new();
     environment.insert(MARK, mark.clone().into());
     environment.insert("CUDA_DEVICE_ORDER", "PCI_BUS_ID".into());
+    if let Some(port) = port {
+        environment.insert("MASTER_ADDR", "127.0.0.1".into());
+        environment.insert("MASTER_PORT", port.number.to_string().into());
+    }
     if !place.gpus.is_empty() {
         environment.insert("CUDA_VISIBLE_DEVICES", place.gpus.join(",").into());
     }

@@ -19,6 +19,7 @@ use super::leases::Place;
 use super::log_end;
 use super::messages::MessageTail;
 use super::oom_kills::OomKills;
+use super::ports::Ports;
 use super::stacks;
 use crate::protocol::MessageKind;
 use crate::store::{AttemptFolder, read_json};
@@ -67,6 +68,7 @@ pub(super) struct Executor {
 struct Shared {
     supervisors: Supervisors,
     oom_kills: OomKills,
+    ports: Ports,
     baselines: Baselines,
 }
 
@@ -75,7 +77,12 @@ impl Executor {
         Self {
             options,
             inbox,
-            shared: Arc::new(Shared { supervisors: Supervisors::default(), oom_kills: OomKills::of_this_process(), baselines: Baselines::default() }),
+            shared: Arc::new(Shared {
+                supervisors: Supervisors::default(),
+                oom_kills: OomKills::of_this_process(),
+                ports: Ports::default(),
+                baselines: Baselines::default(),
+            }),
             attempts: BTreeMap::new(),
         }
     }
@@ -143,7 +150,8 @@ fn attend(options: &ExecutorOptions, launch: &Launch, shared: &Shared, handle: &
         shared.baselines.note(&place.gpus, &**library);
     }
     shared.oom_kills.take_note();
-    let mut ending = match child::spawn(&options.program, &shared.supervisors, &launch.folder, &place, handle) {
+    let port = shared.ports.take();
+    let mut ending = match child::spawn(&options.program, &shared.supervisors, &launch.folder, &place, port.as_ref(), handle) {
         Ok(process) => watch(options, launch, process, started, shared, inbox),
         Err(error) => AttemptEnding { spawn_error: Some(format!("the trial's process cannot be started: {error}")), ..AttemptEnding::default() },
     };

@@ -12,6 +12,7 @@ mod leases;
 mod log_end;
 mod messages;
 mod oom_kills;
+mod ports;
 mod processes;
 pub mod resume;
 mod run_loop;

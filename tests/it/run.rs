@@ -449,6 +449,8 @@ fn trials_at_once_share_no_core() {
     let cores = |line: &Vec<String>| line[6].split(',').map(str::to_owned).collect::<BTreeSet<String>>();
     let log = world.log();
     assert!(cores(&log[0]).is_disjoint(&cores(&log[1])), "{log:?}");
+    let port = |line: &Vec<String>| line[9].parse::<u16>().unwrap();
+    assert_ne!(port(&log[0]), port(&log[1]), "a fixed port is shared");
 }
 
 #[test]
