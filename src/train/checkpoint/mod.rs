@@ -167,14 +167,35 @@ impl Checkpoints {
         step: u64,
         state: TrainingState,
     ) -> Result<PathBuf, TrainError> {
+        let (partial, complete) = (self.folder.join(format!("{PARTIAL}{}", folder_name(step))), self.folder.join(folder_name(step)));
+        let writes_index = engine.group().rank() == 0;
+        let saved = self.save_in(&partial, &complete, engine, optimizer, parameters, step, state);
+        if saved.is_err() && writes_index {
+            // On a full disk it would only be in the way. The error that is told is the first.
+            drop(fs::remove_dir_all(&partial));
+        }
+        saved.map(|()| complete)
+    }
+
+    /// Saves the state in the folder `partial` and calls it `complete` in the end.
+    #[expect(clippy::too_many_arguments, reason = "two folders, and what `save` is given")]
+    fn save_in(
+        &self,
+        partial: &Path,
+        complete: &Path,
+        engine: &mut FullyShardedDataParallel,
+        optimizer: &AdamW,
+        parameters: &[ParameterInfo],
+        step: u64,
+        state: TrainingState,
+    ) -> Result<(), TrainError> {
         let failed = |error: StoreError| TrainError::Failed(error.to_string());
         let group = engine.group().clone();
-        let (partial, complete) = (self.folder.join(format!("{PARTIAL}{}", folder_name(step))), self.folder.join(folder_name(step)));
         if group.rank() == 0 {
-            self.prepare(&partial).map_err(failed)?;
+            self.prepare(partial).map_err(failed)?;
         }
         group.barrier()?;
-        let files = save::write_tensors(&partial, self.state_dict_type, &*group, parameters, engine.shards(), optimizer)?;
+        let files = save::write_tensors(partial, self.state_dict_type, &*group, parameters, engine.shards(), optimizer)?;
         if group.rank() == 0 {
             let index = Index {
                 format_version: index::FORMAT_VERSION,
@@ -186,10 +207,9 @@ impl Checkpoints {
                 parameters: parameters.iter().map(|parameter| (parameter.name.clone(), parameter.shape.clone())).collect(),
                 files,
             };
-            index.write(&partial).and_then(|()| self.publish(&partial, &complete)).and_then(|()| self.remove_superseded(step)).map_err(failed)?;
+            index.write(partial).and_then(|()| self.publish(partial, complete)).and_then(|()| self.remove_superseded(step)).map_err(failed)?;
         }
-        group.barrier()?;
-        Ok(complete)
+        group.barrier()
     }
 
     /// Makes the folder to write in, and clears away what a killed attempt left unfinished.
