@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fs;
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -93,6 +95,7 @@ pub fn run(
         observer,
         assigned: BTreeMap::new(),
         store_failed: false,
+        stop_requested: false,
         pending: VecDeque::from([Input::Start]),
     };
     let began = Instant::now();
@@ -120,14 +123,23 @@ pub fn run(
     }
     let failed = failed_trials(&run.dispatcher);
     run.launcher.join();
-    if let Some(signals) = signals {
+    if let Some((signals, over)) = signals {
+        // The user who has asked for the end may still be asking: that must not cost the exit code.
+        over.store(!run.stop_requested, Ordering::Relaxed);
         signals.close();
     }
     Ok(RunSummary { failed, ..ended })
 }
 
-fn watch_signals(inbox: Sender<Input>) -> Result<signal_hook::iterator::Handle, StoreError> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(io_error("watch signals of", "this process".as_ref()))?;
+/// Hands signals to the inbox, until the flag that is returned is set: from then on they do what they do to any program, so that the report of a run can be
+/// interrupted.
+fn watch_signals(inbox: Sender<Input>) -> Result<(signal_hook::iterator::Handle, Arc<AtomicBool>), StoreError> {
+    let watched = [SIGINT, SIGTERM, SIGHUP];
+    let over = Arc::new(AtomicBool::new(false));
+    for signal in watched {
+        signal_hook::flag::register_conditional_default(signal, Arc::clone(&over)).map_err(io_error("watch signals of", "this process".as_ref()))?;
+    }
+    let mut signals = Signals::new(watched).map_err(io_error("watch signals of", "this process".as_ref()))?;
     let handle = signals.handle();
     thread::spawn(move || {
         for _ in signals.forever() {
@@ -136,7 +148,7 @@ fn watch_signals(inbox: Sender<Input>) -> Result<signal_hook::iterator::Handle, 
             }
         }
     });
-    Ok(handle)
+    Ok((handle, over))
 }
 
 /// How the ranks of a configuration are spread over machines, where they are.
@@ -170,6 +182,8 @@ struct RunLoop<'r> {
     assigned: BTreeMap<TrialId, Timestamp>,
     /// Whether the results folder took something not: nothing more is written then, so that what is there stays whole.
     store_failed: bool,
+    /// Whether the user has asked for the end.
+    stop_requested: bool,
     /// Inputs that follow from carrying commands out; they go before the inbox.
     pending: VecDeque<Input>,
 }
@@ -196,6 +210,7 @@ impl RunLoop<'_> {
             if let EventKind::RunEnded { done: ended_well, outstanding: not_run, .. } = &kind {
                 (done, outstanding) = (*ended_well, *not_run);
             }
+            self.stop_requested |= matches!(kind, EventKind::StopRequested { .. });
             let event = Event { at: Timestamp::now(), kind };
             self.write_down(&event);
             self.observer.event(&event);

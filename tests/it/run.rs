@@ -255,6 +255,29 @@ fn a_run_killed_before_its_report_gets_it_from_the_next() {
     world.run(&["--resume"]).with_code(4);
 }
 
+/// Case 5: the last two records cut at every byte. Whatever is left of them, every trial is known to be finished.
+#[test]
+fn events_cut_at_any_byte_lose_no_trial() {
+    let world = World::new(&trainings(2));
+    world.run(&[]).with_code(0);
+    let events = world.newest().events();
+    let whole = fs::read(&events).unwrap();
+    let lines: Vec<usize> = whole.iter().enumerate().filter(|(_, byte)| **byte == b'\n').map(|(place, _)| place).collect();
+    let from = lines[lines.len() - 3] + 1;
+    for length in from..=whole.len() {
+        fs::write(&events, &whole[..length]).unwrap();
+        let state = world.state();
+        assert!(state.trials.values().all(|trial| trial.settled() == Some(&TrialOutcome::Done)), "cut at {length}");
+        assert_eq!(state.unreadable_events, [], "cut at {length}");
+    }
+    // The next sweep completes the record, glues nothing to it, and runs nothing.
+    fs::write(&events, &whole[..from + 10]).unwrap();
+    world.run(&[]).with_code(0);
+    assert_eq!(world.begun().len(), 2);
+    let state = world.state();
+    assert_eq!((state.unreadable_events, state.exit_code, state.ended_events.len()), (vec![], Some(0), 2));
+}
+
 /// Case 5: events cut to nothing, and a record damaged in the middle.
 #[test]
 fn lost_events_lose_no_trial() {
