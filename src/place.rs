@@ -42,6 +42,18 @@ impl Place {
     }
 }
 
+/// Cores that SLURM gave to this process, where it runs on a node of SLURM's: a cluster need not bind processes to their cores. `variable` reads the
+/// environment.
+pub fn cores_given(variable: impl Fn(&str) -> Option<OsString>) -> Option<usize> {
+    let number = |name: &str| variable(name)?.into_string().ok()?.parse::<usize>().ok().filter(|cores| *cores > 0);
+    // In the shell that `salloc` starts on a login node the numbers are those of another machine.
+    variable("SLURMD_NODENAME")?;
+    match variable("SLURM_STEP_ID") {
+        Some(_) => number("SLURM_CPUS_PER_TASK").or_else(|| number("SLURM_CPUS_ON_NODE")),
+        None => number("SLURM_CPUS_ON_NODE"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -64,6 +76,18 @@ mod tests {
         assert_eq!(found, Place { node_rank: 1, nodes: 2, master_addr: Some("10.0.0.7".into()), cpus: Some(4) });
         assert_eq!(found.ranks(4), 4..8);
         assert_eq!(place(&task[..4]).map(|place| (place.master_addr, place.cpus)), Some((None, None)));
+    }
+
+    #[test]
+    fn cores_are_given_on_nodes_alone() {
+        let given =
+            |variables: &[(&str, &str)]| cores_given(|name| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into()));
+        assert_eq!(given(&[]), None);
+        assert_eq!(given(&[("SLURM_CPUS_ON_NODE", "8")]), None, "a shell of salloc");
+        assert_eq!(given(&[("SLURMD_NODENAME", "n1"), ("SLURM_CPUS_ON_NODE", "8"), ("SLURM_CPUS_PER_TASK", "2")]), Some(8), "a batch script");
+        let step = [("SLURMD_NODENAME", "n1"), ("SLURM_STEP_ID", "0"), ("SLURM_CPUS_ON_NODE", "8"), ("SLURM_CPUS_PER_TASK", "2")];
+        assert_eq!(given(&step), Some(2));
+        assert_eq!(given(&[("SLURMD_NODENAME", "n1"), ("SLURM_CPUS_ON_NODE", "x")]), None);
     }
 
     #[test]

@@ -24,7 +24,11 @@ impl Machine {
             Err(_) => Vec::new(),
         };
         let named = cores.len() == usable;
-        let cores = if named { cores } else { (0..usable).collect() };
+        let mut cores = if named { cores } else { (0..usable).collect() };
+        // Which of its cores a node gave is not said where it binds nobody to them: only their count is kept.
+        let given = crate::place::cores_given(|name| std::env::var_os(name)).unwrap_or(usize::MAX);
+        let named = named && given >= cores.len();
+        cores.truncate(given);
         (Self { cores, memory_bytes, gpus }, named)
     }
 }

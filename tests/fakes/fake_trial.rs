@@ -93,7 +93,7 @@ struct Behaviour {
     wait_for: Option<PathBuf>,
     /// TERM does nothing.
     ignore_term: bool,
-    /// TERM makes it save its state and ask to be run again.
+    /// TERM or USR2 makes it save its state and ask to be run again.
     checkpoint_on_term: bool,
     /// Start a process that ignores TERM and waits for ever; its id goes to this file.
     grandchild: Option<PathBuf>,
@@ -184,6 +184,7 @@ fn behave(fake: &Fake, behaviour: &Behaviour, request: &TrialRequest, folder: &A
     let term = Arc::new(AtomicBool::new(false));
     if behaviour.ignore_term || behaviour.checkpoint_on_term {
         signal_hook::flag::register(signal_hook::consts::SIGTERM, Arc::clone(&term))?;
+        signal_hook::flag::register(signal_hook::consts::SIGUSR2, Arc::clone(&term))?;
     }
     if let Some(code) = behaviour.exit_at_once {
         complain(behaviour.stderr.as_deref().unwrap_or_default());

@@ -15,6 +15,7 @@ mod run_devices;
 mod run_endings;
 mod run_processes;
 mod schema;
+mod slurm;
 mod status;
 #[cfg(feature = "cpu")]
 mod trial;

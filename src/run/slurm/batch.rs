@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::store::{AttemptFolder, RunFolder, StoreError, io_error, read_json, write_json, write_whole};
-use crate::trial::TrialId;
+use crate::trial::{TrialId, child_exit};
 
 /// `<run>/slurm/<number>`: `job.sh`, `tasks.txt`, the tasks' logs, and `job.json` once SLURM has taken it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,16 +24,20 @@ struct JobRecord {
     job: String,
 }
 
-/// `exit.json` in an attempt's folder, written by the batch script: the last word on the attempt, but for exit code 75 of a task that SLURM puts back into
-/// its queue.
+/// `exit.json` in an attempt's folder, written by the batch script.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub(super) struct ExitRecord {
     /// As a shell has it: 128 and a signal's number where a signal ended the trial.
     pub(super) exit_code: i32,
-    /// Seconds the task took.
-    pub(super) seconds: u64,
+    /// Whether that is the last word on the attempt: SLURM may put a task back into its queue that was ended from outside.
+    #[serde(rename = "final")]
+    pub(super) is_final: bool,
+    /// Whether SLURM asked the task to end.
+    pub(super) terminated: bool,
     /// Whether the task saved its state and could not put itself back into the queue.
     pub(super) requeue_failed: bool,
+    /// Seconds the task took.
+    pub(super) seconds: u64,
 }
 
 impl ExitRecord {
@@ -42,9 +46,13 @@ impl ExitRecord {
         read_json(&attempt.exit()).ok()
     }
 
-    /// Exit code and signal, of which a process has one.
+    /// Exit code and signal, of which a process has one; none where SLURM ended it: then the end of the job tells more.
     pub(super) fn code_and_signal(self) -> (Option<i32>, Option<i32>) {
-        if self.exit_code > 128 { (None, Some(self.exit_code - 128)) } else { (Some(self.exit_code), None) }
+        match self.exit_code {
+            code if self.is_final || code == child_exit::CHECKPOINTED => (Some(code), None),
+            _ if self.terminated => (None, None),
+            code => (None, Some(code - 128)),
+        }
     }
 }
 
@@ -169,9 +177,22 @@ mod tests {
         let world = tempfile::tempdir().unwrap();
         let attempt = AttemptFolder(world.path().to_owned());
         assert_eq!(ExitRecord::read(&attempt), None);
-        for (code, expected) in [(0, (Some(0), None)), (75, (Some(75), None)), (137, (None, Some(9))), (127, (Some(127), None))] {
-            fs::write(attempt.exit(), format!("{{\"exit_code\":{code},\"seconds\":3,\"requeue_failed\":false}}\n")).unwrap();
-            assert_eq!(ExitRecord::read(&attempt).unwrap().code_and_signal(), expected);
+        // Exit code, whether that is the last word, whether the task was asked to end.
+        let table = [
+            (0, true, false, (Some(0), None)),
+            (3, true, true, (Some(3), None)),
+            (127, true, false, (Some(127), None)),
+            (75, false, false, (Some(75), None)),
+            (75, false, true, (Some(75), None)),
+            (137, false, false, (None, Some(9))),
+            (143, false, true, (None, None)),
+            (1, false, true, (None, None)),
+        ];
+        for (code, is_final, terminated, expected) in table {
+            let record =
+                format!("{{\"exit_code\":{code},\"final\":{is_final},\"terminated\":{terminated},\"requeue_failed\":false,\"seconds\":3}}\n");
+            fs::write(attempt.exit(), record).unwrap();
+            assert_eq!(ExitRecord::read(&attempt).unwrap().code_and_signal(), expected, "{code}");
         }
     }
 }

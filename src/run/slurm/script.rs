@@ -50,7 +50,7 @@ if [ -d "${{attempt%-*}}-$((${{attempt##*-}} + 1))" ]; then
     exit 0
 fi
 if [ -e "$attempt/exit.json" ]; then
-    grep -q '"exit_code":75,' "$attempt/exit.json" || exit 0
+    grep -q '"final":true' "$attempt/exit.json" && exit 0
     rm -f "$attempt/exit.json"
 fi
 
@@ -88,7 +88,15 @@ if [ "$code" -eq 75 ] && [ -z "$terminated" ] && [ "${{after:-0}}" -gt "${{befor
     say "scontrol cannot put the task back into the queue; sweep submits it again"
     requeue_failed=true
 fi
-printf '{{"exit_code":%d,"seconds":%d,"requeue_failed":%s}}\n' "$code" "$SECONDS" "$requeue_failed" >"$attempt/.exit.json" &&
+# What the trial came to by itself is final; where it was ended from outside SLURM may still put the task back into the queue.
+case "$code" in
+0 | 2 | 3 | 4) final=true ;;
+75) final=false ;;
+*) [ "$code" -le 128 ] && [ -z "$terminated" ] && final=true || final=false ;;
+esac
+[ -n "$terminated" ] && terminated=true || terminated=false
+printf '{{"exit_code":%d,"final":%s,"terminated":%s,"requeue_failed":%s,"seconds":%d}}\n' \
+    "$code" "$final" "$terminated" "$requeue_failed" "$SECONDS" >"$attempt/.exit.json" &&
     mv "$attempt/.exit.json" "$attempt/exit.json"
 exit "$code"
 "#,

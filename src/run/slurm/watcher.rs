@@ -328,17 +328,16 @@ impl Watcher {
         let delay = self.options.settings.file_delay;
         let waited = |since: Option<Instant>| since.is_some_and(|since| since.elapsed() >= delay);
         let exit = ExitRecord::read(&job.folder);
-        let (code, signal) = exit.map_or((None, None), ExitRecord::code_and_signal);
         let state_of_end = || match &job.state {
             Some(JobState::Ended(end)) => Some(end.clone()),
             _ => None,
         };
         // A child that ended by itself has had the last word, unless it asks to be run again: its job may come back.
-        if code.is_some_and(|code| code != child_exit::CHECKPOINTED) {
+        if exit.is_some_and(|exit| exit.is_final) {
             return Some(state_of_end().unwrap_or(JobEnd::Completed));
         }
         if let Some(end) = state_of_end() {
-            let said_all = code.is_some() || signal.is_some() || waited(job.ended) || (job.cancelled && end == JobEnd::Cancelled);
+            let said_all = exit.is_some() || waited(job.ended) || (job.cancelled && end == JobEnd::Cancelled);
             return said_all.then_some(end);
         }
         if waited(job.missing) && self.answered > job.missing.unwrap_or(self.answered) {
