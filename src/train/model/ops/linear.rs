@@ -3,7 +3,7 @@
 use burn::tensor::Tensor;
 
 use super::activation::Activated;
-use super::matmul::{Matrix, multiply};
+use super::matmul::{Matrix, multiply, product};
 use super::number::{change, wide};
 use super::{Array, Number, for_rows, new_array, numbers, record, take, vectorised, with_number};
 use crate::protocol::Activation;
@@ -102,23 +102,25 @@ impl Layer {
         let value = self.weight.value();
         let weights = Matrix::new(value.numbers::<T>(), self.weight.shape()[0], self.weight.shape()[1]);
         let weights = if self.transposed { weights.transposed() } else { weights };
-        let mut y = vec![T::zeroed(); rows * outputs];
-        if let Some(bias) = &self.bias {
-            let bias = bias.value();
-            let bias = bias.numbers::<T>();
-            if T::as_f32(bias).is_some() {
+        let x = Matrix::new(x, rows, inputs);
+        let bias = self.bias.as_ref().map(Parameter::value);
+        let y = match bias.as_ref().map(|bias| bias.numbers::<T>()) {
+            None => product(x, weights),
+            Some(bias) if T::as_f32(bias).is_some() => {
                 // The product is added to the bias, which saves a pass over the output.
-                for_rows(&mut y, outputs, |_, row| row.copy_from_slice(bias));
-                multiply(&mut y, true, Matrix::new(x, rows, inputs), weights);
-            } else {
-                multiply(&mut y, false, Matrix::new(x, rows, inputs), weights);
+                let mut y = Vec::with_capacity(rows * outputs);
+                (0..rows).for_each(|_| y.extend_from_slice(bias));
+                multiply(&mut y, true, x, weights);
+                y
+            }
+            Some(bias) => {
+                let mut y = product(x, weights);
                 let mut room = Vec::new();
                 let bias = wide(bias, &mut room);
                 for_rows(&mut y, outputs, |_, row| change(row, |row| vectorised(|| row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias))));
+                y
             }
-        } else {
-            multiply(&mut y, false, Matrix::new(x, rows, inputs), weights);
-        }
+        };
         new_array(y, [rows, outputs])
     }
 
@@ -137,9 +139,7 @@ impl Layer {
         let rows = dy.len() / outputs;
         let value = self.weight.value();
         let weights = Matrix::new(value.numbers::<T>(), self.weight.shape()[0], self.weight.shape()[1]);
-        let mut dx = vec![T::zeroed(); rows * inputs];
-        multiply(&mut dx, false, Matrix::new(dy, rows, outputs), if self.transposed { weights } else { weights.transposed() });
-        new_array(dx, [rows, inputs])
+        new_array(product(Matrix::new(dy, rows, outputs), if self.transposed { weights } else { weights.transposed() }), [rows, inputs])
     }
 
     fn parameter_gradients<T: Number>(&self, x: &[T], dy: &[T]) {

@@ -41,25 +41,70 @@ impl<'a, T: Copy> Matrix<'a, T> {
     }
 }
 
+impl<'a, T: Number> Matrix<'a, T> {
+    /// Itself, if its numbers are f32.
+    fn as_f32(self) -> Option<Matrix<'a, f32>> {
+        let data = T::as_f32(self.data)?;
+        Some(Matrix { data, rows: self.rows, columns: self.columns, row_stride: self.row_stride, column_stride: self.column_stride })
+    }
+}
+
 /// `to = scale * a * b`, or `to += scale * a * b` with `accumulate`; rows of `to` are `row_stride` apart.
 pub(crate) fn multiply_f32(to: &mut [f32], row_stride: usize, accumulate: bool, scale: f32, a: Matrix<'_, f32>, b: Matrix<'_, f32>) {
-    let (m, k, n) = (a.rows, a.columns, b.columns);
-    assert_eq!(k, b.rows, "inner dimensions of a product differ");
+    let (m, n) = (a.rows, b.columns);
     if m == 0 || n == 0 {
         return;
     }
     assert!((m - 1) * row_stride + n <= to.len(), "the product lies outside its slice");
+    #[expect(unsafe_code, reason = "gemm has no safe interface")]
+    // SAFETY: the assertion above; `to` is borrowed mutably, so it overlaps neither matrix.
+    unsafe {
+        multiply_to(to.as_mut_ptr(), row_stride, accumulate, scale, a, b);
+    }
+}
+
+/// `a * b` in memory of its own.
+pub(crate) fn product<T: Number>(a: Matrix<'_, T>, b: Matrix<'_, T>) -> Vec<T> {
+    let length = a.rows * b.columns;
+    let mut to = Vec::with_capacity(length);
+    if let Some((a, b)) = a.as_f32().zip(b.as_f32())
+        && let Some(room) = T::spare_as_f32(&mut to)
+        && length > 0
+        && a.columns > 0
+    {
+        assert!(room.len() >= length, "the vector has room for the product");
+        #[expect(unsafe_code, reason = "zeros that are overwritten at once cost as much as a pass over the product")]
+        // SAFETY: `room` holds at least `a.rows` rows of `b.columns` numbers, and nothing else refers to it; without `accumulate` every one of them is
+        // written and none read, so all of `to` up to `length` is initialised.
+        unsafe {
+            multiply_to(room.as_mut_ptr().cast::<f32>(), b.columns, false, 1.0, a, b);
+            to.set_len(length);
+        }
+        return to;
+    }
+    to.resize(length, T::zeroed());
+    multiply(&mut to, false, a, b);
+    to
+}
+
+/// [`multiply_f32`] of matrices that are not empty.
+///
+/// # Safety
+/// `to` points to `a.rows` rows of `b.columns` numbers, `row_stride` apart, which may be written and overlap neither matrix; with `accumulate` they are
+/// initialised.
+#[expect(unsafe_code, reason = "gemm has no safe interface")]
+unsafe fn multiply_to(to: *mut f32, row_stride: usize, accumulate: bool, scale: f32, a: Matrix<'_, f32>, b: Matrix<'_, f32>) {
+    let (m, k, n) = (a.rows, a.columns, b.columns);
+    assert_eq!(k, b.rows, "inner dimensions of a product differ");
     let parallel = m.saturating_mul(n).saturating_mul(k) >= PARALLEL_THRESHOLD && rayon::current_num_threads() > 1;
     let parallelism = if parallel { Parallelism::Rayon(0) } else { Parallelism::None };
-    #[expect(unsafe_code, reason = "gemm has no safe interface")]
-    // SAFETY: `Matrix` checks on construction that its last element lies inside its data, `part` narrows it, the assertion above checks the same of `to`;
-    // `to` is borrowed mutably, so it overlaps neither.
+    // SAFETY: `Matrix` checks on construction that its last element lies inside its data, and `part` narrows it; the caller vouches for `to`.
     unsafe {
         gemm::gemm(
             m,
             n,
             k,
-            to.as_mut_ptr(),
+            to,
             1,
             row_stride as isize,
             accumulate,
@@ -81,11 +126,9 @@ pub(crate) fn multiply_f32(to: &mut [f32], row_stride: usize, accumulate: bool, 
 
 /// `to = a * b`, or `to += a * b` with `accumulate`; `to` is contiguous. Half-precision operands are multiplied and summed in f32 and rounded once at the end.
 pub(crate) fn multiply<T: Number>(to: &mut [T], accumulate: bool, a: Matrix<'_, T>, b: Matrix<'_, T>) {
-    if let (Some(a_data), Some(b_data)) = (T::as_f32(a.data), T::as_f32(b.data))
+    if let Some((a, b)) = a.as_f32().zip(b.as_f32())
         && let Some(to) = T::as_f32_mut(to)
     {
-        let a = Matrix { data: a_data, rows: a.rows, columns: a.columns, row_stride: a.row_stride, column_stride: a.column_stride };
-        let b = Matrix { data: b_data, rows: b.rows, columns: b.columns, row_stride: b.row_stride, column_stride: b.column_stride };
         return multiply_f32(to, b.columns, accumulate, 1.0, a, b);
     }
     multiply_halves(to, accumulate, a, b);
@@ -161,6 +204,12 @@ mod tests {
             multiply(&mut to, true, Matrix::new(&a_transposed, k, m).transposed(), Matrix::new(&b, k, n));
             assert!(to.iter().zip(&want).all(|(to, want)| (to - 1.0 - want).abs() < 1e-4));
 
+            // In memory that held something else before, every number is written.
+            drop(vec![f32::NAN; m * n]);
+            let mut again = vec![f32::NAN; m * n];
+            multiply(&mut again, false, Matrix::new(&a, m, k), Matrix::new(&b, k, n));
+            assert_eq!(product(Matrix::new(&a, m, k), Matrix::new(&b, k, n)), again);
+
             let halves = |values: &[f32]| values.iter().map(|&value| bf16::from_f32(value)).collect::<Vec<_>>();
             let exact = |values: &[bf16]| values.iter().map(|value| value.to_f32()).collect::<Vec<_>>();
             let (a, a_transposed, b) = (halves(&a), halves(&a_transposed), halves(&b));
@@ -168,8 +217,16 @@ mod tests {
             for a in [Matrix::new(&a, m, k), Matrix::new(&a_transposed, k, m).transposed()] {
                 let mut to = vec![bf16::from_f32(3.0); m * n];
                 multiply(&mut to, false, a, Matrix::new(&b, k, n));
+                assert_eq!(product(a, Matrix::new(&b, k, n)), to);
                 assert!(to.iter().zip(&want).all(|(to, want)| (to.to_f32() - want).abs() < 1e-3 + want.abs() / 200.0));
             }
         }
+    }
+
+    /// A sum over nothing is zero.
+    #[test]
+    fn a_product_without_inner_dimension_is_zero() {
+        assert_eq!(product::<f32>(Matrix::new(&[], 2, 0), Matrix::new(&[], 0, 3)), [0.0; 6]);
+        assert_eq!(product::<f32>(Matrix::new(&[], 0, 4), Matrix::new(&[1.0; 8], 4, 2)), []);
     }
 }

@@ -1,5 +1,7 @@
 //! The three floating-point types that models compute in, as one trait.
 
+use std::mem::MaybeUninit;
+
 use burn::tensor::Element;
 use bytemuck::Pod;
 use half::slice::HalfFloatSliceExt;
@@ -26,6 +28,9 @@ pub trait Number: Element + Numbers + Pod + Send + Sync {
 
     /// The numbers as f32, to be changed, if that is what they are.
     fn as_f32_mut(numbers: &mut [Self]) -> Option<&mut [f32]>;
+
+    /// The room behind the numbers of a vector as f32, if that is what they are.
+    fn spare_as_f32(numbers: &mut Vec<Self>) -> Option<&mut [MaybeUninit<f32>]>;
 }
 
 impl Number for f32 {
@@ -53,6 +58,10 @@ impl Number for f32 {
 
     fn as_f32_mut(numbers: &mut [Self]) -> Option<&mut [f32]> {
         Some(numbers)
+    }
+
+    fn spare_as_f32(numbers: &mut Vec<Self>) -> Option<&mut [MaybeUninit<f32>]> {
+        Some(numbers.spare_capacity_mut())
     }
 }
 
@@ -82,6 +91,10 @@ macro_rules! half_number {
             }
 
             fn as_f32_mut(_: &mut [Self]) -> Option<&mut [f32]> {
+                None
+            }
+
+            fn spare_as_f32(_: &mut Vec<Self>) -> Option<&mut [MaybeUninit<f32>]> {
                 None
             }
         }
