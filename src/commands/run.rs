@@ -322,7 +322,7 @@ fn unwritable(error: &StoreError) -> CommandError {
     CommandError::new(kind, format!("the results folder cannot be written: {error}")).hint("choose another with --results DIR")
 }
 
-/// The command that finds this run again: the same file under the same overlays, in the same results folder.
+/// The command that finds this run again: the same file under the same overlays, in the same results folder, by the same launcher.
 fn again(arguments: &RunArguments) -> String {
     let mut command = format!("sweep run {}", arguments.sweep.file.display());
     if let Some(profile) = &arguments.sweep.profile {
@@ -333,6 +333,9 @@ fn again(arguments: &RunArguments) -> String {
     }
     if arguments.results != Path::new("results") {
         command.push_str(&format!(" --results {}", arguments.results.display()));
+    }
+    if arguments.launcher == Launcher::Slurm {
+        command.push_str(" --launcher slurm");
     }
     command
 }
@@ -379,6 +382,7 @@ mod tests {
         let cases = [
             (vec!["sweep", "run", "a.toml", "--json"], "sweep run a.toml"),
             (vec!["sweep", "run", "a.toml", "--profile", "cpu", "--results", "/r"], "sweep run a.toml --profile cpu --results /r"),
+            (vec!["sweep", "run", "a.toml", "--jobs", "2", "--launcher", "slurm"], "sweep run a.toml --launcher slurm"),
             (vec!["sweep", "run", "a.toml", "--set", "name = 'x'"], r"sweep run a.toml --set 'name = '\''x'\'''"),
         ];
         for (typed, expected) in cases {

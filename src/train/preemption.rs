@@ -1,6 +1,7 @@
 //! TERM and USR2: a trial that is asked to end saves its state at the next optimiser step and exits with code 75, to be run again.
 //!
-//! While there is nothing to lose it exits at once. A second TERM ends it as any process ends by TERM.
+//! While there is nothing to lose it exits at once. A second TERM ends it as any process ends by TERM, but not under SLURM: `scancel` sends TERM to the step and
+//! to the batch script, whose srun passes it on, and KILL follows by itself.
 
 use std::io;
 use std::sync::Arc;
@@ -25,6 +26,7 @@ impl Preemption {
     /// # Errors
     /// The system refuses to tell of signals.
     pub fn watch() -> io::Result<Self> {
+        let of_slurm = std::env::var_os("SLURM_JOB_ID").is_some();
         let preemption = Self { requested: Arc::default(), at_once: Arc::new(AtomicBool::new(true)) };
         let terminated = Arc::new(AtomicBool::new(false));
         for signal in [SIGTERM, SIGUSR2] {
@@ -33,8 +35,10 @@ impl Preemption {
         }
         // USR2 is a warning that TERM may follow while state is being saved, so only TERM itself counts as the first of two. Actions run in the order of
         // their registration: the first TERM finds the flag not yet set.
-        flag::register_conditional_default(SIGTERM, Arc::clone(&terminated))?;
-        flag::register(SIGTERM, terminated)?;
+        if !of_slurm {
+            flag::register_conditional_default(SIGTERM, Arc::clone(&terminated))?;
+            flag::register(SIGTERM, terminated)?;
+        }
         Ok(preemption)
     }
 
