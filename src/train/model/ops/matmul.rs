@@ -227,6 +227,6 @@ mod tests {
     #[test]
     fn a_product_without_inner_dimension_is_zero() {
         assert_eq!(product::<f32>(Matrix::new(&[], 2, 0), Matrix::new(&[], 0, 3)), [0.0; 6]);
-        assert_eq!(product::<f32>(Matrix::new(&[], 0, 4), Matrix::new(&[1.0; 8], 4, 2)), []);
+        assert!(product::<f32>(Matrix::new(&[], 0, 4), Matrix::new(&[1.0; 8], 4, 2)).is_empty());
     }
 }
