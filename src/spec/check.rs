@@ -126,9 +126,9 @@ struct Model {
 }
 
 /// What `transformer_layer_cls_to_wrap` can name in a GPT-2.
-const GPT2_CLASSES: &[&str] = &["GPT2Block"];
+const GPT2_CLASSES: &[&str] = &["GPT2Block", "GPT2Attention", "GPT2MLP", "Conv1D", "LayerNorm", "Embedding"];
 /// And in a Llama.
-const LLAMA_CLASSES: &[&str] = &["LlamaDecoderLayer"];
+const LLAMA_CLASSES: &[&str] = &["LlamaDecoderLayer", "LlamaAttention", "LlamaMLP", "LlamaRMSNorm", "Linear", "Embedding"];
 
 impl Model {
     fn find(row: &Row, facts: &Facts) -> Self {

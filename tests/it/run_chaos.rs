@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use sweep::store::RunFolder;
+use sweep::store::{RunFolder, RunState};
 use sweep::trial::TrialOutcome;
 
 use crate::world::{World, wait_until};
@@ -91,7 +91,10 @@ fn haunted(world: &Path) -> bool {
 #[test]
 fn killing_the_run_at_any_moment_loses_nothing() {
     let undisturbed = World::new(SWEEP);
+    let began = Instant::now();
     undisturbed.run(&["--jobs", "2"]).with_code(0);
+    // Three at a time take longer than one alone.
+    let length = began.elapsed() * 2;
     let expected = report(&undisturbed.newest());
     let trials = ends(&undisturbed);
     assert_eq!(trials.len(), 32);
@@ -107,7 +110,7 @@ fn killing_the_run_at_any_moment_loses_nothing() {
             if round >= rounds {
                 return;
             }
-            torment(first_seed.wrapping_add(round), &trials, &expected);
+            torment(first_seed.wrapping_add(round), length, &trials, &expected);
         }
     };
     // A round waits more than it computes.
@@ -118,14 +121,14 @@ fn killing_the_run_at_any_moment_loses_nothing() {
     });
 }
 
-/// One sweep, killed a few times and then left alone.
-fn torment(seed: u64, trials: &BTreeMap<String, usize>, expected: &BTreeMap<String, String>) {
+/// One sweep that would take `length`, killed a few times and then left alone.
+fn torment(seed: u64, length: Duration, trials: &BTreeMap<String, usize>, expected: &BTreeMap<String, String>) {
     let mut random = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let world = World::new(SWEEP);
     let jobs = ["1", "2"][random.below(2) as usize];
     for _ in 0..1 + random.below(4) {
         let mut run = world.start(&["--jobs", jobs]);
-        std::thread::sleep(Duration::from_micros(random.below(400_000)));
+        std::thread::sleep(Duration::from_micros(random.below(length.as_micros() as u64)));
         let _ = run.kill();
         run.wait_with_output().unwrap();
     }
@@ -134,9 +137,13 @@ fn torment(seed: u64, trials: &BTreeMap<String, usize>, expected: &BTreeMap<Stri
     assert_eq!(ended.code, Some(0), "SWEEP_CHAOS_SEED={seed}: {ended:?}");
     assert_eq!(ends(&world), *trials, "SWEEP_CHAOS_SEED={seed}: how often each trial ran to its end");
     assert!(world.outcomes().iter().all(|trial| matches!(trial.3, TrialOutcome::Done | TrialOutcome::OutOfDeviceMemory { .. })));
-    let runs = fs::read_dir(world.path("results").join("chaos")).unwrap().filter_map(Result::ok);
-    let runs = runs.filter(|run| !run.path().is_symlink() && run.path().join("run.json").exists()).count();
-    assert_eq!(runs, 1, "SWEEP_CHAOS_SEED={seed}: the same run goes on");
+    // The same run goes on, unless it was finished when the kill came.
+    let newest = world.newest();
+    let runs = fs::read_dir(world.path("results").join("chaos")).unwrap().filter_map(Result::ok).map(|run| RunFolder(run.path()));
+    for earlier in runs.filter(|run| !run.0.is_symlink() && run.manifest().exists() && run.name() != newest.name()) {
+        let state = RunState::read(&earlier).unwrap();
+        assert_eq!(state.exit_code, Some(0), "SWEEP_CHAOS_SEED={seed}: {} was left unfinished", earlier.name());
+    }
     for (name, contents) in report(&world.newest()) {
         let differing: Vec<&str> = contents.lines().filter(|line| !expected[&name].lines().any(|other| other == *line)).collect();
         assert!(contents == expected[&name], "SWEEP_CHAOS_SEED={seed}: {name} differs: {differing:#?}");

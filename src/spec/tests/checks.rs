@@ -21,7 +21,7 @@ fn a_class_that_the_model_lacks_is_refused_with_the_candidates() {
     let text = "[fsdp]\nauto_wrap_policy = \"TRANSFORMER_BASED_WRAP\"\ntransformer_layer_cls_to_wrap = \"GPTBlock\"\n";
     let found = check(&base_and(text), &Facts::default());
     assert_eq!(found[0].message, "the model has no class `GPTBlock` to wrap");
-    assert_eq!(found[0].help, "did you mean `GPT2Block`? candidates: `GPT2Block`");
+    assert_eq!(found[0].help, "did you mean `GPT2Block`? candidates: `GPT2Block`, `GPT2Attention`, `GPT2MLP`, `Conv1D`, `LayerNorm`, `Embedding`");
     assert_eq!(alone("[fsdp]\nauto_wrap_policy = \"TRANSFORMER_BASED_WRAP\"\ntransformer_layer_cls_to_wrap = \"GPT2Block\"\n"), NONE);
     assert_eq!(alone("[fsdp]\ntransformer_layer_cls_to_wrap = \"GPTBlock\"\n"), NONE, "without the policy it plays no part");
 }

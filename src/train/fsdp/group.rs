@@ -182,7 +182,7 @@ impl LocalProcessGroup {
         Ok(result)
     }
 
-    /// Waits until `ready`, or until some rank fails. A rank that has not arrived and whose threads take no processor time for too long has failed, too.
+    /// Waits until `ready`, or until some rank fails before that. A rank that has not arrived and whose threads take no processor time for too long has failed, too.
     fn wait<'a>(
         &'a self,
         key: &SlotKey,
@@ -194,12 +194,13 @@ impl LocalProcessGroup {
         let mut seen = None;
         let look = LOOK.min(self.meeting.stall_timeout);
         loop {
-            if let Some((rank, message)) = &guard.failure {
-                return Err(TrainError::Rank { rank: *rank, message: message.clone() });
-            }
+            // A collective that all ranks have taken part in has succeeded, whatever became of them since.
             let slot = guard.slots.get(key);
             if ready(slot) {
                 return Ok(guard);
+            }
+            if let Some((rank, message)) = &guard.failure {
+                return Err(TrainError::Rank { rank: *rank, message: message.clone() });
             }
             let missing = |slot: &Slot| slot.brought.iter().position(Option::is_none);
             let missing = slot.and_then(missing).map(|rank| self.members[rank]);

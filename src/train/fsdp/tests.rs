@@ -315,6 +315,10 @@ fn policies_change_nothing_of_the_result() {
     variants.push((2, FsdpSettings { activation_checkpointing: true, auto_wrap_policy: AutoWrapPolicy::NoWrap, ..defaults() }));
     variants.push((2, FsdpSettings { forward_prefetch: true, backward_prefetch: BackwardPrefetch::BackwardPost, ..size.clone() }));
     variants.push((4, FsdpSettings { forward_prefetch: true, limit_all_gathers: false, ..size }));
+    for class in ["GPT2Attention", "GPT2MLP", "Conv1D", "LayerNorm", "Embedding"] {
+        let transformer_layer_cls_to_wrap = Some(class.to_owned());
+        variants.push((2, FsdpSettings { transformer_layer_cls_to_wrap, activation_checkpointing: class == "GPT2MLP", ..defaults() }));
+    }
     variants.push((2, FsdpSettings { cpu_offload: true, ..defaults() }));
     variants.push((8, FsdpSettings { use_orig_params: false, ..defaults() }));
     variants.push((1, FsdpSettings { ..version_2(ReshardAfterForward::Flag(true)) }));
