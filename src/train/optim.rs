@@ -217,11 +217,12 @@ pub fn clip_coefficient(total_norm: f64, max_norm: f64) -> f32 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::spec::settings::{LrSchedulerType, TrainDuration};
 
-    fn settings() -> TrainSettings {
+    /// The optimiser of the reference trainings.
+    pub(in crate::train) fn settings() -> TrainSettings {
         TrainSettings {
             per_device_train_batch_size: 1,
             per_device_eval_batch_size: 1,

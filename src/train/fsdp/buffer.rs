@@ -86,16 +86,6 @@ impl Buffer {
         }
     }
 
-    /// Adds every number of `other`, which is of the same data type, and rounds it again.
-    pub(super) fn add(&mut self, other: &Self) {
-        match (self, other) {
-            (Self::F32(sum), Self::F32(other)) => sum.iter_mut().zip(other).for_each(|(sum, other)| *sum += *other),
-            (Self::F16(sum), Self::F16(other)) => sum.iter_mut().zip(other).for_each(|(sum, other)| *sum += *other),
-            (Self::Bf16(sum), Self::Bf16(other)) => sum.iter_mut().zip(other).for_each(|(sum, other)| *sum += *other),
-            (sum, other) => *sum = Self::from_f32(sum.dtype(), &sum.to_f32().iter().zip(other.to_f32()).map(|(a, b)| a + b).collect::<Vec<_>>()),
-        }
-    }
-
     /// The numbers as f32, without a copy if that is what they are and `copy` does not ask for one.
     pub(super) fn into_f32(self, copy: bool) -> Vec<f32> {
         match self {
@@ -153,15 +143,20 @@ impl Buffer {
                 self.extend_from(part, range.clone())?;
                 continue;
             }
-            let added = match (&mut *self, part) {
-                (Self::F32(sum), Self::F32(part)) => add(&mut sum[start..], part.get(range.clone()), |a, b| a + b),
-                (Self::F16(sum), Self::F16(part)) => add(&mut sum[start..], part.get(range.clone()), |a, b| a + b),
-                (Self::Bf16(sum), Self::Bf16(part)) => add(&mut sum[start..], part.get(range.clone()), |a, b| a + b),
-                _ => None,
-            };
-            added.ok_or_else(mixed)?;
+            self.add(start, part, range.clone())?;
         }
         Ok(())
+    }
+
+    /// Adds the numbers of `part` in `range` to those from `start` on, of which there are as many, and rounds again.
+    pub(super) fn add(&mut self, start: usize, part: &Self, range: Range<usize>) -> Result<(), TrainError> {
+        let added = match (self, part) {
+            (Self::F32(sum), Self::F32(part)) => add(&mut sum[start..], part.get(range), |a, b| a + b),
+            (Self::F16(sum), Self::F16(part)) => add(&mut sum[start..], part.get(range), |a, b| a + b),
+            (Self::Bf16(sum), Self::Bf16(part)) => add(&mut sum[start..], part.get(range), |a, b| a + b),
+            _ => None,
+        };
+        added.ok_or_else(mixed)
     }
 
     /// Puts the numbers of `other` at `start`.

@@ -494,7 +494,7 @@ impl Core {
         let dtype = self.settings.mixed_precision.reduce_dtype;
         let mut gradient = if gradient.dtype() == dtype { gradient } else { gradient.converted(dtype) };
         if let Some(put_off) = put_off {
-            gradient.add(&put_off);
+            or_raise(gradient.add(0, &put_off, 0..put_off.len()));
         }
         gradient
     }

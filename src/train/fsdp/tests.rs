@@ -12,15 +12,12 @@ use serde_json::Value;
 
 use super::*;
 use crate::protocol::{Gpt2Config, LlamaConfig};
-use crate::spec::settings::{
-    AutoWrapPolicy, BackwardPrefetch, DType, LrSchedulerType, MixedPrecision, ReshardAfterForward, ShardingStrategy, StateDictType, TrainDuration,
-    TrainSettings,
-};
+use crate::spec::settings::{AutoWrapPolicy, BackwardPrefetch, DType, MixedPrecision, ReshardAfterForward, ShardingStrategy, StateDictType};
 use crate::train::model::gpt2::Gpt2;
 use crate::train::model::llama::Llama;
 use crate::train::model::ops::AttentionKind;
 use crate::train::model::tree::{Module, ModuleTree};
-use crate::train::optim::{AdamW, FlatShard, Run, clip_coefficient, runs};
+use crate::train::optim::{self, AdamW, FlatShard, Run, clip_coefficient, runs};
 
 fn gold(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gold").join(name)
@@ -112,32 +109,10 @@ pub(super) fn ranks<T: Send>(world_size: usize, body: impl Fn(RankContext) -> Re
     run_ranks(&RankOptions::new(world_size, 1), |_| {}, body).unwrap()
 }
 
-fn train_settings() -> TrainSettings {
-    TrainSettings {
-        per_device_train_batch_size: 1,
-        per_device_eval_batch_size: 1,
-        gradient_accumulation_steps: 1,
-        sync_each_batch: false,
-        duration: TrainDuration::MaxSteps(30),
-        learning_rate: 1e-3,
-        lr_scheduler_type: LrSchedulerType::Constant,
-        warmup_steps: 0,
-        weight_decay: 0.01,
-        decay_norm_and_bias: true,
-        adam_beta1: 0.9,
-        adam_beta2: 0.999,
-        adam_epsilon: 1e-8,
-        max_grad_norm: 1.0,
-        eval_block_size: 64,
-        eval_steps: None,
-        seed: 0,
-    }
-}
-
 /// The trainer's optimiser for all that an engine trains.
 fn optimizer(engine: &mut FullyShardedDataParallel) -> AdamW {
     let run = |segment: &Segment| Some(Run { range: segment.range.clone(), gradient: segment.gradient?, decays: true });
-    AdamW::new(&train_settings(), engine.shards().iter().map(|shard| (runs(shard.segments.iter().filter_map(run)), shard.offloaded)))
+    AdamW::new(&optim::tests::settings(), engine.shards().iter().map(|shard| (runs(shard.segments.iter().filter_map(run)), shard.offloaded)))
 }
 
 /// Clips to a global norm of 1, steps, and gives the norm before clipping.
