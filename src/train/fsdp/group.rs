@@ -417,7 +417,7 @@ mod tests {
     /// CASES 14: a rank that is blocked has failed, by name; one that computes is waited for.
     #[test]
     fn a_blocked_rank_is_named() {
-        let options = RankOptions { stall_timeout: Duration::from_millis(300), ..RankOptions::new(3, 1) };
+        let options = RankOptions { stall_timeout: Duration::from_millis(1500), ..RankOptions::new(3, 1) };
         let (release, blocked) = std::sync::mpsc::channel::<()>();
         let blocked = Mutex::new(blocked);
         let outcome = run_ranks(
