@@ -1,25 +1,13 @@
 //! What is saved is read again by this program, bit for bit, from every way in which a model can be sharded.
 
 use super::*;
-use crate::data::{self, Hub};
-use crate::spec::settings::{AttnImplementation, AutoWrapPolicy, FsdpSettings, Init, ModelConfigOverrides, ModelSettings, ShardingStrategy};
+use crate::spec::settings::{AutoWrapPolicy, FsdpSettings, ShardingStrategy};
 use crate::train::fsdp::{EngineOptions, RankOptions, run_ranks};
+use crate::train::model::tests::resolve;
 use crate::train::weights;
 
 fn gold(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gold").join(name)
-}
-
-fn resolve(folder: &Path) -> ResolvedModel {
-    let settings = ModelSettings {
-        id: folder.display().to_string(),
-        init: Init::Pretrained,
-        revision: None,
-        trainable: None,
-        attn_implementation: AttnImplementation::Auto,
-        config: ModelConfigOverrides::default(),
-    };
-    data::model::resolve(&settings, 2, &Hub::new("/nowhere", "http://127.0.0.1:1", None, true)).unwrap()
 }
 
 fn fsdp(sharding_strategy: ShardingStrategy, auto_wrap_policy: AutoWrapPolicy, use_orig_params: bool) -> FsdpSettings {

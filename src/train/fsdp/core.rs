@@ -310,7 +310,7 @@ impl Core {
         // FSDP1 keeps the root gathered, since backward begins with it.
         let root = !self.is_version_2() && self.layouts[unit].unit.is_empty();
         match self.mesh.reshard {
-            _ if root || !self.is_sharded() => {}
+            _ if root => {}
             Reshard::Not => {}
             Reshard::ToShards => self.free(unit),
             Reshard::ToRanks(ranks) => {

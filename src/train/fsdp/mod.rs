@@ -16,7 +16,7 @@ mod unit;
 pub mod wrap;
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};

@@ -82,7 +82,7 @@ pub(super) fn tiny(dropout: f64) -> Gpt2Config {
     Gpt2Config { vocab_size: 1024, n_positions: 128, n_embd: 64, n_layer: 2, n_head: 2, dropout, ..Gpt2Config::DEFAULT }
 }
 
-fn tiny_llama() -> LlamaConfig {
+pub(in crate::train) fn tiny_llama() -> LlamaConfig {
     LlamaConfig {
         vocab_size: 1024,
         max_position_embeddings: 128,
@@ -105,7 +105,7 @@ fn engine(context: RankContext, model: Arc<dyn Model>, settings: &FsdpSettings, 
     FullyShardedDataParallel::new(context, model, settings, &EngineOptions::default(), weights).unwrap()
 }
 
-pub(super) fn ranks<T: Send>(world_size: usize, body: impl Fn(RankContext) -> Result<T, TrainError> + Sync) -> Vec<T> {
+pub(in crate::train) fn ranks<T: Send>(world_size: usize, body: impl Fn(RankContext) -> Result<T, TrainError> + Sync) -> Vec<T> {
     run_ranks(&RankOptions::new(world_size, 1), |_| {}, body).unwrap()
 }
 

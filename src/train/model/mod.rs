@@ -8,7 +8,7 @@ pub mod parameter;
 pub mod tree;
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 
 use std::sync::Arc;
 

@@ -14,7 +14,8 @@ use crate::spec::settings::{
     AttnImplementation, AutoWrapPolicy, DType, Dataset, FsdpSettings, Init, MixedPrecision, ModelConfigOverrides, ModelSettings, ShardingStrategy,
     Tokenizer,
 };
-use crate::train::fsdp::{Batch, EngineOptions, FullyShardedDataParallel, RankContext, RankOptions, WeightSource, run_ranks};
+use crate::train::fsdp::tests::{ranks, tiny_llama};
+use crate::train::fsdp::{Batch, EngineOptions, FullyShardedDataParallel, RankOptions, WeightSource, run_ranks};
 use crate::train::memory;
 use crate::train::weights::{self, RandomWeights, SafetensorsWeights};
 
@@ -57,7 +58,8 @@ fn fsdp() -> FsdpSettings {
     fsdp
 }
 
-fn resolve(folder: &Path) -> ResolvedModel {
+/// The model in `folder`.
+pub(in crate::train) fn resolve(folder: &Path) -> ResolvedModel {
     let settings = ModelSettings {
         id: folder.display().to_string(),
         init: Init::Pretrained,
@@ -67,10 +69,6 @@ fn resolve(folder: &Path) -> ResolvedModel {
         config: ModelConfigOverrides::default(),
     };
     data::model::resolve(&settings, 2, &Hub::new("/nowhere", "http://127.0.0.1:1", None, true)).unwrap()
-}
-
-fn ranks<T: Send>(world_size: usize, body: impl Fn(RankContext) -> Result<T, crate::train::error::TrainError> + Sync) -> Vec<T> {
-    run_ranks(&RankOptions::new(world_size, 1), |_| {}, body).unwrap()
 }
 
 /// The furthest that logits and gradients of a model lie from their references.
@@ -89,21 +87,6 @@ fn compare(model: &ResolvedModel, kind: AttentionKind, reference: &Reference, wo
         }
         Ok((logits, gradients))
     })[0]
-}
-
-fn tiny_llama() -> LlamaConfig {
-    LlamaConfig {
-        vocab_size: 1024,
-        max_position_embeddings: 128,
-        hidden_size: 64,
-        intermediate_size: 172,
-        num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: 2,
-        head_dim: 16,
-        rms_norm_eps: 1e-5,
-        ..LlamaConfig::DEFAULT
-    }
 }
 
 #[test]
